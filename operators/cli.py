@@ -1,0 +1,120 @@
+"""The command `miles` (and `kubectl miles`): validate, explain and render here, the others where their work is done."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from operators import explain, manifest, rules
+from operators.children import children
+from operators.resolve import Platform
+
+REFUSED = 2  # exit code for what the user must mend
+PIPELINE = ("report", "plan", "replay", "store", "status")
+USAGE = """usage: miles COMMAND …
+
+  validate FILE…     check RLJobs: each fault on one line
+  explain [PATH]     what a field means: type, default, limits
+  render FILE        the Kubernetes objects of a job, as YAML
+  run FILE           run a job as processes on this machine
+  report RUN         a page about a run
+  plan, replay, store, status
+                     look into a run's store
+
+`miles COMMAND --help` says more."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if command in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if command == "run":
+        from operators import local  # needs packages of the extra `local`
+
+        return local.main(rest)
+    if command in PIPELINE:
+        os.execv(sys.executable, [sys.executable, "-m", f"pipeline.{command}", *rest])
+    if command not in COMMANDS:
+        near = explain.nearest(command, [*COMMANDS, "run", *PIPELINE])
+        print(f"miles: {command}: unknown command" + (f'; did you mean "{near}"?' if near else ""), file=sys.stderr)
+        return REFUSED
+    return COMMANDS[command](rest)
+
+
+def validate(arguments: list[str]) -> int:
+    parser = _parser("validate", "Check the RLJobs in YAML files, by the rules kubectl reads YAML by.")
+    parser.add_argument("files", nargs="+", metavar="FILE")
+    code = 0
+    for file in parser.parse_args(arguments).files:
+        try:
+            jobs = manifest.load(file)
+        except manifest.Invalid as error:
+            print(error, file=sys.stderr)
+            code = REFUSED
+            continue
+        for job in jobs:
+            print(f"{file}: RLJob {job.metadata.name} is valid")
+            for notice in rules.not_built(job):
+                print(f"{file}: {notice}" + ("" if notice.harmless else "; no run can start"))
+    return code
+
+
+def explain_field(arguments: list[str]) -> int:
+    parser = _parser("explain", "Describe a field of the RLJob and what lies below it.")
+    parser.add_argument("path", nargs="?", default="", metavar="PATH", help="such as spec.trainer.lora")
+    try:
+        print(explain.explain(parser.parse_args(arguments).path))
+    except ValueError as error:
+        print(f"miles explain: {error}", file=sys.stderr)
+        return REFUSED
+    return 0
+
+
+def render(arguments: list[str]) -> int:
+    parser = _parser("render", "Print the Kubernetes objects that a job consists of, for kubectl apply -f -.")
+    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a field")
+    parser.add_argument("--run-id", default="manual", help="last part of the run's prefix in the store")
+    parser.add_argument("--image", default=Platform.image, help="image of containers without GPUs")
+    parser.add_argument("--gpu-image", default=Platform.gpu_image, help="image of containers with GPUs")
+    options = parser.parse_args(arguments)
+    platform = Platform(image=options.image, gpu_image=options.gpu_image)
+    try:
+        job = manifest.load_one(options.file, options.set)
+        objects = children(job, run_id=options.run_id, platform=platform)
+    except ValueError as error:
+        print(error if isinstance(error, manifest.Invalid) else f"{options.file}: {error}", file=sys.stderr)
+        return REFUSED
+    for notice in rules.not_built(job):
+        print(f"{options.file}: {notice}", file=sys.stderr)
+    print(yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120), end="")
+    return 0
+
+
+COMMANDS = {"validate": validate, "explain": explain_field, "render": render}
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"miles {command}", description=description)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as they stand, and nothing as an alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Names and labels of a job's children. Pure and stable: the same job always gives the same ones."""
+
+import hashlib
+
+from operators.spec import RLJob
+
+LONGEST = 63  # characters of a DNS label, and of a label's value
+
+
+def child_name(job: RLJob, suffix: str) -> str:
+    """<job>-<suffix>; where that is too long, cut and made unique by a hash."""
+    name = f"{job.metadata.name}-{suffix}"
+    if len(name) <= LONGEST:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: LONGEST - 9].rstrip('-')}-{digest}"
+
+
+def labels(job: RLJob, component: str, attempt: int | None = None) -> dict[str, str]:
+    """Labels of a child; `attempt` only for those that belong to one attempt."""
+    found = {
+        "app.kubernetes.io/name": "miles",
+        "app.kubernetes.io/instance": job.metadata.name,
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/part-of": "miles",
+        "app.kubernetes.io/managed-by": "miles",
+        "miles.dev/job-name": job.metadata.name,
+        "miles.dev/component": component,
+    }
+    if job.metadata.uid is not None:
+        found["miles.dev/job-uid"] = job.metadata.uid
+    if attempt is not None:
+        found["miles.dev/attempt"] = str(attempt)
+    return found
+
+
+def selector(job: RLJob, component: str) -> dict[str, str]:
+    """What picks the pods of one component; a subset of their labels that never changes."""
+    return {"miles.dev/job-name": job.metadata.name, "miles.dev/component": component}

@@ -1,0 +1,345 @@
+"""What `miles run` shows: a live picture on a terminal, one line now and then elsewhere, and a summary at the end.
+
+Progress gathers what was observed (process states, GET /status of trainer and workers) and words it, without any
+I/O; Display puts that on a console.
+"""
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import rich.console
+import rich.live
+import rich.text
+
+from operators.diagnosis import how_it_ended, likely_cause
+from operators.processes import Exit, Process
+
+BARS = "▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 30
+LINE_SECONDS = 10.0
+GIB = 1 << 30
+
+Status = Mapping[str, Any]
+
+
+@dataclasses.dataclass
+class Progress:
+    """All that was seen of one run so far."""
+
+    name: str
+    samples_per_step: int
+    max_restarts: int
+    began: float = dataclasses.field(default_factory=time.monotonic)
+    processes: Sequence[Process] = ()
+    trainer: Status = dataclasses.field(default_factory=dict)
+    workers: Mapping[str, Status] = dataclasses.field(default_factory=dict)
+    restarts: int = 0  # of the trainer
+    notice: str = ""
+    """What is being waited for at the end, in place of anything else."""
+    memory: int = 0  # bytes
+    peak_memory: int = 0  # bytes
+    rewards: "collections.OrderedDict[int, float]" = dataclasses.field(default_factory=collections.OrderedDict)
+    first_evaluation: dict[str, Status] = dataclasses.field(default_factory=dict)
+    last_evaluation: dict[str, Status] = dataclasses.field(default_factory=dict)
+    step: int | None = None
+    """Finished steps as last seen, those of earlier runs of the command included."""
+    advances: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    """(when, how many) for the first look that saw steps finish, and for all later ones together."""
+
+    def observe(self, trainer: Status | None, workers: Mapping[str, Status], memory: int) -> None:
+        """Take in one look; `trainer` None: it did not answer, what it said last stands."""
+        self.workers, self.memory = workers, memory
+        self.peak_memory = max(self.peak_memory, memory)
+        if trainer is None:
+            return
+        self.trainer = trainer
+        step = int(trainer.get("step") or 0)
+        if self.step is not None and step > self.step:
+            self._advance(step - self.step)
+        self.step = step
+        if step and trainer.get("reward_mean") is not None:
+            self.rewards[step] = float(trainer["reward_mean"])
+            if len(self.rewards) > SPARKLINE_WIDTH:
+                self.rewards.popitem(last=False)
+        for name, metrics in (trainer.get("evaluation") or {}).items():
+            self.first_evaluation.setdefault(name, metrics)
+            self.last_evaluation[name] = metrics
+
+    def _advance(self, steps: int) -> None:
+        before = self.advances.pop()[1] if len(self.advances) == 2 else 0
+        self.advances.append((time.monotonic(), before + steps))
+
+    def steps_made(self) -> int:
+        """Steps that this run of the command has seen finish."""
+        return sum(steps for _, steps in self.advances)
+
+    def since_step(self) -> float:
+        """Seconds since a step was last seen to finish, or since the start."""
+        return time.monotonic() - (self.advances[-1][0] if self.advances else self.began)
+
+    def samples_per_s(self) -> float | None:
+        """Speed without starting up and without the first step."""
+        if len(self.advances) < 2:
+            return None
+        (began, _), (ended, steps) = self.advances
+        return steps * self.samples_per_step / (ended - began)
+
+    def waiting_for(self) -> str | None:
+        """In words, what keeps the next step; None while steps are made."""
+        if self.notice:
+            return self.notice
+        parts = [text for process in self.processes if (text := self._process_waits(process))]
+        for pod, status in self.workers.items():
+            if status.get("waiting_for"):
+                parts.append(f"{pod} waits for {status['waiting_for']}")
+        if self.trainer.get("waiting_for"):
+            parts.append(f"the trainer waits for {self.trainer['waiting_for']}")
+        return "; ".join(parts) or None
+
+    def _process_waits(self, process: Process) -> str | None:
+        where = f"({process.spec.name}, {duration(process.seconds())})"
+        if process.state == "back-off":
+            return f"a pause before the next start {where}"
+        if process.spec.one_off and process.state != "ended":
+            return f"{'fetching the model' if 'fetch' in process.spec.name else 'preparing'} {where}"
+        if process.spec.name.startswith("trainer") and process.state == "ready" and not self.trainer:
+            return f"the trainer is starting {where}"
+        return None
+
+    def headline(self) -> str:
+        parts = [
+            f"{self.name}  {self.trainer.get('phase') or 'Starting'} for {duration(time.monotonic() - self.began)}"
+        ]
+        if self.trainer.get("total_steps"):
+            parts.append(f"step {self.trainer.get('step', 0)} of {self.trainer['total_steps']}")
+        if self.trainer.get("eta_s") is not None:
+            parts.append(f"ETA {duration(self.trainer['eta_s'])}")
+        if self.trainer.get("version"):
+            term, step = self.trainer["version"]
+            parts.append(f"policy t{term}-s{step}")
+        if self.trainer.get("staleness_mean") is not None:
+            parts.append(
+                f"staleness mean {self.trainer['staleness_mean']:.1f} max {self.trainer.get('staleness_max', 0)}"
+            )
+        return " · ".join(parts)
+
+    def reward_line(self) -> str | None:
+        mean = self.trainer.get("reward_mean")
+        if mean is None:
+            return None
+        terms = ", ".join(f"{name} {number(value)}" for name, value in (self.trainer.get("reward") or {}).items())
+        parts = [f"{number(mean)} {sparkline(list(self.rewards.values()))}" + (f"  ({terms})" if terms else "")]
+        if self.trainer.get("response_length_mean") is not None:
+            parts.append(f"response {self.trainer['response_length_mean']:.0f} tokens")
+        parts += [f"eval {name} {metrics_text(metrics)}" for name, metrics in self.last_evaluation.items()]
+        return " · ".join(parts)
+
+    def speed_line(self) -> str | None:
+        speeds = self.trainer.get("tokens_per_s") or {}
+        generated = speeds.get("generated")
+        if generated is None and self.workers:
+            generated = sum(worker.get("tokens_per_s") or 0 for worker in self.workers.values())
+        parts = []
+        if generated is not None:
+            parts.append(f"{count(generated)} tok/s generated")
+        if speeds.get("trained") is not None:
+            parts.append(f"{count(speeds['trained'])} tok/s trained")
+        if self.trainer.get("samples_per_s") is not None:
+            parts.append(f"{self.trainer['samples_per_s']:.2f} samples/s")
+        if self.memory:
+            parts.append(f"memory {self.memory / GIB:.1f} GiB")
+        return " · ".join(parts) or None
+
+    def component_lines(self) -> list[tuple[str, str]]:
+        """(component, state of its processes), such as ("trainer", "trainer-0 ready · checkpoint s20 · restarts 0")."""
+        rows: dict[str, list[str]] = {}
+        for process in self.processes:
+            if process.state != "ended" or (process.exit is not None and process.exit.code != 0):
+                component = process.spec.name.partition("-")[0]
+                rows.setdefault(component, []).append(f"{process.spec.name} {state_words(process)}")
+        if "rollout" in rows and self.trainer.get("queue_groups") is not None:
+            rows["rollout"].append(f"queue {self.trainer['queue_groups']} groups")
+        if "trainer" in rows:
+            if self.trainer.get("checkpoint_step") is not None:
+                rows["trainer"].append(f"checkpoint s{self.trainer['checkpoint_step']}")
+            rows["trainer"].append(f"restarts {self.restarts} of {self.max_restarts}")
+        return [(component, " · ".join(parts)) for component, parts in rows.items()]
+
+    def picture(self) -> str:
+        """All lines of the live display."""
+        rows = [("reward", self.reward_line()), ("speed", self.speed_line()), *self.component_lines()]
+        rows.append(("waits", self.waiting_for()))
+        return "\n".join([self.headline(), *(f"{name:<8} {text}" for name, text in rows if text)])
+
+    def line(self) -> str:
+        """The same in one line, for a log."""
+        stamp = f"[{clock_time(time.monotonic() - self.began)}]"
+        if not self.trainer.get("step"):
+            return f"{stamp} waiting: {self.waiting_for() or self.trainer.get('phase') or 'starting'}"
+        status = self.trainer
+        parts = [f"step {status['step']}/{status.get('total_steps', '?')}"]
+        if status.get("reward_mean") is not None:
+            parts.append(f"reward {number(status['reward_mean'])}")
+        if status.get("response_length_mean") is not None:
+            parts.append(f"response {status['response_length_mean']:.0f} tokens")
+        parts.append(self.speed_line() or "")
+        if status.get("staleness_mean") is not None:
+            parts.append(f"staleness {status['staleness_mean']:.1f}")
+        if status.get("queue_groups") is not None:
+            parts.append(f"queue {status['queue_groups']}")
+        if status.get("eta_s") is not None:
+            parts.append(f"ETA {duration(status['eta_s'])}")
+        waits = self.waiting_for()
+        return " · ".join([f"{stamp} {parts[0]}", *filter(None, parts[1:])]) + (f" · waits: {waits}" if waits else "")
+
+    def summary(self, final: Status) -> list[tuple[str, str]]:
+        """What was achieved, as (label, text). final: the trainer's own summary, {} if it has not come to write one."""
+        steps = final.get("steps", self.trainer.get("step", 0))
+        rows = [("steps", f"{steps} of {self.trainer.get('total_steps') or final.get('steps', '?')}")]
+        rows.append(("duration", duration(time.monotonic() - self.began)))
+        speed = final.get("samples_per_s") or self.samples_per_s()
+        if speed:
+            rows.append(("speed", f"{speed:.2f} samples/s once it was running"))
+        if self.rewards:
+            first, last = next(iter(self.rewards.values())), next(reversed(self.rewards.values()))
+            rows.append(("reward", f"{number(last)} {sparkline(list(self.rewards.values()))} (from {number(first)})"))
+        rows += self._evaluations(final.get("evaluation") or {})
+        dropped = final.get("dropped") or self.trainer.get("dropped") or {}
+        if any(dropped.values()):
+            rows.append(("dropped", ", ".join(f"{reason} {n}" for reason, n in dropped.items() if n)))
+        if self.restarts:
+            rows.append(("restarts", str(self.restarts)))
+        rows.append(("memory", f"{self.peak_memory / GIB:.1f} GiB at most, all processes together"))
+        return rows
+
+    def _evaluations(self, improvements: Mapping[str, Status]) -> list[tuple[str, str]]:
+        """Before → after of each set; as far as it was seen, where the trainer has not compared them."""
+        seen = {name: metrics_text(metrics) for name, metrics in self.last_evaluation.items()}
+        for name, metrics in self.first_evaluation.items():
+            if metrics != self.last_evaluation[name]:
+                seen[name] = f"{metrics_text(metrics)} → {seen[name]}"
+        return [(f"eval {name}", text) for name, text in {**seen, **compared(improvements)}.items()]
+
+
+class Display:
+    """Shows a Progress; usable as a context. `live` None: live exactly if the console is a terminal."""
+
+    def __init__(self, progress: Progress, console: rich.console.Console, enabled: bool = True):
+        self.progress = progress
+        self.console = console
+        self.enabled = enabled
+        self.last_line = 0.0
+        self.live: rich.live.Live | None = None
+        if enabled and console.is_terminal:
+            self.live = rich.live.Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> "Display":
+        if self.live is not None:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live is not None:
+            self._quietly(self.live.stop)
+
+    def refresh(self) -> None:
+        """Redraw, or print a line if the last one is old enough."""
+        if self.live is not None:
+            picture = rich.text.Text(self.progress.picture(), no_wrap=True, overflow="ellipsis")
+            self._quietly(functools.partial(self.live.update, picture, refresh=True))
+        elif self.enabled and time.monotonic() - self.last_line >= LINE_SECONDS:
+            self.last_line = time.monotonic()
+            self.say(self.progress.line())
+
+    def say(self, text: str) -> None:
+        """Print an event, above the live picture if there is one."""
+        self._quietly(functools.partial(self.console.print, rich.text.Text(text), soft_wrap=True))
+
+    def _quietly(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError:  # the terminal has gone; the run goes on without it
+            self.enabled, self.live = False, None
+
+
+def death_notice(process: Process, exit: Exit, again: bool) -> str:
+    """Several lines on the end of a process: how, its last words, a likely cause, and whether it is started again."""
+    how = f"{exit.reason}, {how_it_ended(exit.code)}" if exit.reason else how_it_ended(exit.code)
+    lines = [f"{process.spec.name} ended: {how}" + ("; it is started again" if again else "")]
+    if exit.message:
+        lines += [f"  {line}" for line in exit.message.splitlines()[:5]]
+    else:
+        lines += [f"  | {line[:300]}" for line in exit.lines[-12:]]
+    cause = likely_cause(exit.code, [*exit.lines, *exit.message.splitlines()])
+    if cause:
+        lines.append(f"  likely cause: {cause}")
+    lines.append(f"  log: {process.spec.log}")
+    return "\n".join(lines)
+
+
+def state_words(process: Process) -> str:
+    restarts = f", {process.restarts} restarts" if process.restarts else ""
+    if process.state == "ended" and process.exit is not None:
+        return how_it_ended(process.exit.code)
+    if process.state == "ready":
+        word = "running" if process.spec.readiness is None else "ready"
+        return f"{word}{restarts}"
+    return f"{process.state} {duration(process.seconds())}{restarts}"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One bar per value between the smallest and the largest of them."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in values)
+
+
+def metrics_text(metrics: Status) -> str:
+    """The scores among an evaluation's numbers: "avg@4 0.250, pass@4 0.500 at step 20"."""
+    scores = [f"{name} {number(value)}" for name, value in metrics.items() if "@" in name and value is not None]
+    return ", ".join(scores) + (f" at step {metrics['step']}" if "step" in metrics else "")
+
+
+def compared(improvements: Mapping[str, Status]) -> dict[str, str]:
+    """Set → "0.250 → 0.750 (+0.500, 95% interval +0.310 to +0.690)"."""
+    texts = {}
+    for name, found in improvements.items():
+        if found.get("before") is not None and found.get("after") is not None:
+            texts[name] = f"{number(found['before'])} → {number(found['after'])}"
+            if found.get("low") is not None:
+                interval = f"95% interval {found['low']:+.3f} to {found['high']:+.3f}"
+                texts[name] += f" ({found['difference']:+.3f}, {interval})"
+    return texts
+
+
+def number(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def count(value: float) -> str:
+    """ "43", "11.2k"."""
+    return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """ "4s", "3m 20s", "7h 12m"."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60}s"
+    return f"{whole // 3600}h {whole % 3600 // 60}m"
+
+
+def clock_time(seconds: float) -> str:
+    whole = int(seconds)
+    return f"{whole // 3600:02}:{whole % 3600 // 60:02}:{whole % 60:02}"

@@ -1,0 +1,280 @@
+"""From the RLJob that a user wrote to the RunConfig that its children read: defaults chosen, rates as numbers. Pure."""
+
+import dataclasses
+import pathlib
+import posixpath
+from typing import Any
+
+from pydantic.alias_generators import to_snake
+
+from operators.names import child_name
+from operators.spec import RLJob
+from operators.spec.inputs import EvaluationSet, ModelSource, PromptSet, PromptSource
+from operators.spec.pods import GPU, Resources, Rollout, Trainer
+from pipeline.algorithms.registry import ALGORITHMS
+from pipeline.config import RunConfig
+
+MODEL_PATH = "/var/lib/miles/model"
+REWARDS_PATH = "/etc/miles/rewards"
+REWARD_PORT = 8000
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """Where the children run: in a cluster, or (local) as processes on this machine."""
+
+    local: bool = False
+    gpus: int = 0
+    """Local only: GPUs of this machine. In a cluster the resources in the spec decide."""
+    cpus: int = 1
+    """Local only: processor cores that all children share."""
+    folder: str = "."
+    """Local only: folder of the spec's file, at which relative file:// URIs and reward files start."""
+    image: str = "miles:0.1.0"
+    """In a cluster: image of containers that name none and have no GPU."""
+    gpu_image: str = "miles:0.1.0-gpu"
+    """In a cluster: image of containers that name none and have GPUs."""
+
+    def rollout_gpus(self, rollout: Rollout) -> int:
+        """GPUs of one vLLM server; 0: it runs on the CPU."""
+        return self._gpus(rollout.resources, rollout.tensor_parallel_size)
+
+    def trainer_gpus(self, trainer: Trainer) -> int:
+        """GPUs of one trainer pod."""
+        return self._gpus(trainer.resources, trainer.processes_per_node or gpus(trainer.resources) or 1)
+
+    def model_gpus(self, resources: Resources) -> int:
+        """GPUs of one reward model's server."""
+        return self._gpus(resources, gpus(resources))
+
+    def image_for(self, wanted: str | None, gpus: int) -> str:
+        return wanted or (self.gpu_image if gpus else self.image)
+
+    def _gpus(self, resources: Resources, wanted: int) -> int:
+        return min(wanted, self.gpus) if self.local else gpus(resources)
+
+
+def gpus(resources: Resources) -> int:
+    """GPUs that a container has in a cluster; operators.rules refuses what is no whole number."""
+    quantity = str(resources.limits.get(GPU, 0))
+    return int(quantity) if quantity.isdigit() else 0
+
+
+def cpus(resources: Resources) -> int:
+    """Whole cores that a container has in a cluster; 0: unknown, or less than one."""
+    quantity = str(resources.limits.get("cpu", resources.requests.get("cpu", 0)))
+    return int(float(quantity[:-1]) / 1000) if quantity.endswith("m") else int(float(quantity))
+
+
+def processes(job: RLJob, platform: Platform) -> int:
+    """Training processes in each trainer pod."""
+    trainer = job.spec.trainer
+    return trainer.processes_per_node or max(1, platform.trainer_gpus(trainer))
+
+
+def run_config(job: RLJob, run_id: str, platform: Platform, attempt: int = 0) -> RunConfig:
+    """Raises ValueError naming the field that this platform cannot serve."""
+    spec = job.spec
+    on_gpu = platform.rollout_gpus(spec.rollout) > 0
+    root = address(spec.store.uri, "spec.store.uri", platform)
+    config: dict[str, Any] = {
+        "namespace": job.metadata.namespace,
+        "name": job.metadata.name,
+        "run_id": run_id,
+        "attempt": attempt,
+        "model": _policy_model(spec.model, platform),
+        "data": {
+            "seed": spec.data.seed,
+            "system_prompt": spec.data.system_prompt,
+            "sets": [_training_set(entry, number, platform) for number, entry in enumerate(spec.data.sets)],
+        },
+        "rewards": [_reward(job, number, platform) for number in range(len(spec.rewards))] or [GENERATOR_REWARD],
+        "algorithm": _algorithm(job),
+        "rollout": {
+            "adapter_loading": spec.rollout.adapter_loading or ("hot" if on_gpu else "merge"),
+            "max_concurrent_groups": spec.rollout.max_concurrent_groups,
+            "max_model_len": spec.rollout.max_model_len,
+        },
+        "trainer": _trainer(job),
+        "evaluation": {
+            "every_steps": spec.evaluation.every_steps,
+            "sets": [_evaluation_set(entry, number, platform) for number, entry in enumerate(spec.evaluation.sets)],
+        },
+        "checkpoint": {"every_steps": spec.checkpoint.every_steps, "keep_last": spec.checkpoint.keep_last},
+        "store": {
+            "uri": posixpath.join(root, job.metadata.namespace, job.metadata.name, run_id),
+            "endpoint": spec.store.endpoint,
+            "region": spec.store.region,
+            "retention": spec.store.retention,
+        },
+    }
+    if spec.output is not None:
+        config["output"] = {
+            "uri": address(spec.output.uri, "spec.output.uri", platform),
+            "what": spec.output.what,
+        }
+    return RunConfig.model_validate(config)
+
+
+GENERATOR_REWARD = {"name": "generator", "library": "generator"}
+
+
+def _policy_model(source: ModelSource, platform: Platform) -> dict[str, Any]:
+    return model(source.uri, "spec.model.uri", platform) | {
+        "revision": source.revision,
+        "tokenizer": source.tokenizer and address(source.tokenizer, "spec.model.tokenizer", platform),
+        "trust_remote_code": source.trust_remote_code,
+    }
+
+
+def model(uri: str, field: str, platform: Platform) -> dict[str, Any]:
+    """The part of a ModelConfig that follows from where a model comes from."""
+    place = address(uri, field, platform)
+    return {"uri": place, "path": model_path(place)}
+
+
+def model_path(uri: str) -> str:
+    """Where children find the model: a local folder is used where it is, others are fetched first."""
+    return uri.removeprefix("file://") if uri.startswith("file://") else MODEL_PATH
+
+
+def address(uri: str, field: str, platform: Platform) -> str:
+    """`uri`, with a relative file:// URI made absolute. Raises ValueError for file:// in a cluster."""
+    if not uri.startswith("file://"):
+        return uri
+    if not platform.local:
+        raise ValueError(f'{field}: got "{uri}": pods share no folder; use s3://…, or `miles run` on one machine')
+    path = pathlib.Path(platform.folder, uri.removeprefix("file://"))
+    return f"file://{posixpath.normpath(path.absolute().as_posix())}"
+
+
+def _prompts(entry: PromptSource, field: str, platform: Platform) -> dict[str, Any]:
+    return {
+        "name": set_name(entry),
+        "uri": entry.uri and address(entry.uri, f"{field}.uri", platform),
+        "generator": entry.generator,
+        "parameters": entry.parameters,
+        "prompt_field": entry.fields.prompt,
+        "answer_field": entry.fields.answer,
+    }
+
+
+def set_name(entry: PromptSource) -> str:
+    """The name that the user gave, else the generator's task or the stem of the file's name."""
+    place = entry.generator or entry.uri or ""
+    return entry.name or posixpath.basename(place.rstrip("/")).partition(".")[0]
+
+
+def _training_set(entry: PromptSet, number: int, platform: Platform) -> dict[str, Any]:
+    return _prompts(entry, f"spec.data.sets[{number}]", platform) | {
+        "weight": float(entry.weight),
+        "limit": entry.limit,
+    }
+
+
+def _evaluation_set(entry: EvaluationSet, number: int, platform: Platform) -> dict[str, Any]:
+    return _prompts(entry, f"spec.evaluation.sets[{number}]", platform) | {
+        "samples": entry.samples,
+        "limit": entry.limit,
+        "temperature": None if entry.temperature is None else float(entry.temperature),
+    }
+
+
+def _reward(job: RLJob, number: int, platform: Platform) -> dict[str, Any]:
+    reward = job.spec.rewards[number]
+    served = reward.model and f"http://{child_name(job, f'reward-{reward.name}')}:{REWARD_PORT}"
+    return {
+        "name": reward.name,
+        "function": reward.function,
+        "endpoint": reward.endpoint,
+        "library": reward.library,
+        "model": served,
+        "parameters": reward.parameters,
+        "weight": float(reward.weight),
+        "timeout_s": reward.timeout_seconds,
+        "on_error": reward.on_error,
+        "folder": _reward_folder(job, number, platform),
+        "memory_mib": reward.memory_mebibytes,
+    }
+
+
+def _reward_folder(job: RLJob, number: int, platform: Platform) -> str | None:
+    """Folder of the reward's file.py; None if it has none."""
+    reward = job.spec.rewards[number]
+    if reward.function is None or ".py:" not in reward.function:
+        return None
+    if platform.local:
+        return pathlib.Path(platform.folder).absolute().as_posix()
+    if reward.from_ is None:
+        file = reward.function.partition(":")[0]
+        raise ValueError(
+            f"spec.rewards[{number}].from: missing; a cluster takes {file} from a ConfigMap: from: {{configMap: …}}"
+        )
+    return f"{REWARDS_PATH}/{reward.name}"
+
+
+def _algorithm(job: RLJob) -> dict[str, Any]:
+    algorithm = job.spec.algorithm
+    entry = ALGORITHMS.get(algorithm.type)
+    own = entry.defaults if entry else {}
+    chosen = {
+        "clip_low": _number(algorithm.clip.low),
+        "clip_high": _number(algorithm.clip.high),
+        "aggregation": algorithm.aggregation,
+    }
+    parameters = dict(entry.parameters) if entry else {}
+    for name, value in algorithm.parameters.items():
+        name = to_snake(name)
+        parameters[name] = float(value) if isinstance(parameters.get(name), float) else value
+    return {
+        **own,
+        **{name: value for name, value in chosen.items() if value is not None},
+        "type": algorithm.type,
+        "total_steps": algorithm.total_steps,
+        "prompts_per_step": algorithm.prompts_per_step,
+        "group_size": algorithm.group_size,
+        "max_staleness": algorithm.max_staleness,
+        "updates_per_step": algorithm.updates_per_step,
+        "sampling": {
+            "temperature": float(algorithm.sampling.temperature),
+            "max_new_tokens": algorithm.sampling.max_new_tokens,
+            "stop": algorithm.sampling.stop,
+        },
+        "learning_rate": learning_rate(job),
+        "warmup_steps": algorithm.warmup_steps,
+        "lr_schedule": algorithm.schedule,
+        "weight_decay": float(algorithm.weight_decay),
+        "max_grad_norm": float(algorithm.max_grad_norm),
+        "kl_coefficient": float(algorithm.kl.coefficient),
+        "kl_estimator": algorithm.kl.estimator,
+        "kl_placement": algorithm.kl.placement,
+        "correction": algorithm.correction.type,
+        "correction_cap": float(algorithm.correction.cap),
+        "parameters": parameters,
+    }
+
+
+def _number(rate: str | None) -> float | None:
+    return None if rate is None else float(rate)
+
+
+def learning_rate(job: RLJob) -> float:
+    return float(job.spec.algorithm.learning_rate or ("1e-6" if job.spec.trainer.lora is None else "1e-5"))
+
+
+def _trainer(job: RLJob) -> dict[str, Any]:
+    trainer = job.spec.trainer
+    lora = trainer.lora and {
+        "rank": trainer.lora.rank,
+        "alpha": float(trainer.lora.alpha or 2 * trainer.lora.rank),
+        "targets": trainer.lora.targets if trainer.lora.targets == "all-linear" else trainer.lora.targets.split(","),
+    }
+    return {
+        "lora": lora,
+        "dtype": trainer.dtype,
+        "compile": trainer.compile,
+        "activation_checkpointing": trainer.activation_checkpointing,
+        "max_tokens_per_micro_batch": trainer.max_tokens_per_micro_batch or job.spec.rollout.max_model_len,
+        "seed": trainer.seed,
+        "stop_grace_s": trainer.stop_grace_seconds,
+    }

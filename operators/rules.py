@@ -1,0 +1,254 @@
+"""Rules of an RLJob that join several fields or need arithmetic, and what this release does not act on yet. Pure."""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic.alias_generators import to_camel
+
+from operators import schema
+from operators.resolve import gpus, set_name
+from operators.schema import Path
+from operators.spec import RLJob
+from operators.spec.fields import is_rate
+from operators.spec.inputs import PromptSource
+from operators.spec.pods import GPU, Resources, Template
+from pipeline.algorithms.registry import ALGORITHMS
+
+LARGEST_OBJECT = 131_072  # bytes of JSON; twice that no longer fits the annotation kubectl apply writes
+LARGEST_PARAMETERS = 16_384
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+MANAGED_VARIABLE = re.compile(r"(PET_|MASTER_|MILES_).*|RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE")
+
+Broken = tuple[Path, str]
+"""Path of the field at fault, and the remedy."""
+
+
+def broken(job: RLJob) -> Iterator[Broken]:
+    """Every rule that the job breaks."""
+    yield from _size(job)
+    yield from _model(job)
+    yield from _prompt_sets(("spec", "data", "sets"), job.spec.data.sets)
+    yield from _prompt_sets(("spec", "evaluation", "sets"), job.spec.evaluation.sets)
+    yield from _evaluation(job)
+    yield from _rewards(job)
+    yield from _algorithm(job)
+    yield from _sampling(job)
+    yield from _rollout(job)
+    yield from _trainer(job)
+    yield from _output(job)
+    yield from _resources(("spec", "rollout", "resources"), job.spec.rollout.resources)
+    yield from _resources(("spec", "trainer", "resources"), job.spec.trainer.resources)
+    for number, reward in enumerate(job.spec.rewards):
+        if reward.model is not None:
+            yield from _resources(("spec", "rewards", number, "model", "resources"), reward.model.resources)
+    yield from _variables(("spec", "rollout", "template", "env"), job.spec.rollout.template)
+    yield from _variables(("spec", "trainer", "template", "env"), job.spec.trainer.template)
+
+
+def _size(job: RLJob) -> Iterator[Broken]:
+    size = len(job.model_dump_json(by_alias=True, exclude_defaults=True))
+    if size > LARGEST_OBJECT:
+        yield ("spec",), f"the job has {size} bytes, at most {LARGEST_OBJECT} are kept; move data into the store"
+    for path, value, _ in schema.set_values(job.model_dump(by_alias=True), schema.tree()):
+        if path[-1:] == ("parameters",) and len(json.dumps(value)) > LARGEST_PARAMETERS:
+            yield path, f"at most {LARGEST_PARAMETERS} bytes of JSON; move data into the store"
+
+
+def _model(job: RLJob) -> Iterator[Broken]:
+    model = job.spec.model
+    if model.trust_remote_code and model.uri.startswith("hf://") and model.revision is None:
+        yield ("spec", "model", "trustRemoteCode"), "name the commit whose code may run: add model.revision"
+
+
+def _prompt_sets(path: Path, sets: Sequence[PromptSource]) -> Iterator[Broken]:
+    names = [set_name(entry) for entry in sets]
+    for number, entry in enumerate(sets):
+        here = (*path, number)
+        if (entry.uri is None) == (entry.generator is None):
+            yield here, "give exactly one of uri and generator"
+        elif entry.uri is not None and not re.search(r"\.(jsonl|ndjson|parquet)$", entry.uri):
+            yield (*here, "uri"), "the name must end in .jsonl or .parquet"
+        elif names.index(names[number]) < number:
+            yield (*here, "name"), f'another set is called "{names[number]}"; give this one a name of its own'
+        elif not re.fullmatch("[a-z0-9]([-_a-z0-9]*[a-z0-9])?", names[number]):
+            yield here, f'"{names[number]}" cannot be a set\'s name; give it one: name: …'
+        if entry.parameters and entry.generator is None:
+            yield (*here, "parameters"), "only a generator has parameters; remove them"
+        if "seed" in entry.parameters:
+            yield (*here, "parameters", "seed"), "use data.seed, which all sets follow"
+
+
+def _evaluation(job: RLJob) -> Iterator[Broken]:
+    for number, entry in enumerate(job.spec.evaluation.sets):
+        if entry.generator is not None and entry.limit is None:
+            yield ("spec", "evaluation", "sets", number, "limit"), "a generator never runs out; say how many prompts"
+
+
+def _rewards(job: RLJob) -> Iterator[Broken]:
+    spec = job.spec
+    generated = all(entry.uri is None or entry.generator is not None for entry in spec.data.sets)
+    if not spec.rewards and not generated:
+        yield ("spec", "rewards"), "prompts from a file need a reward, such as [{name: correct, library: math-verify}]"
+    names = [reward.name for reward in spec.rewards]
+    for number, reward in enumerate(spec.rewards):
+        here: Path = ("spec", "rewards", number)
+        sources = (reward.function, reward.endpoint, reward.model, reward.library)
+        if sum(source is not None for source in sources) != 1:
+            yield here, "give exactly one of function, endpoint, model and library"
+        if names.index(reward.name) < number:
+            yield (*here, "name"), "another reward has this name; choose a different one"
+        if reward.from_ is not None and ".py:" not in (reward.function or ""):
+            yield (*here, "from"), "only a function of the form file.py:function is taken from a ConfigMap"
+        if reward.library == "generator" and not generated:
+            yield (*here, "library"), "a generator scores its own prompts only; use math-verify or a function"
+
+
+def _algorithm(job: RLJob) -> Iterator[Broken]:
+    algorithm, here = job.spec.algorithm, ("spec", "algorithm")
+    entry = ALGORITHMS.get(algorithm.type)
+    if entry is not None and algorithm.group_size < entry.minimum_group_size:
+        yield (
+            (*here, "groupSize"),
+            f"{algorithm.type} compares samples of a prompt: at least {entry.minimum_group_size}",
+        )
+    if algorithm.prompts_per_step % algorithm.updates_per_step:
+        yield (*here, "updatesPerStep"), f"must divide promptsPerStep, which is {algorithm.prompts_per_step}"
+    if algorithm.kl.estimator == "k1" and algorithm.kl.placement == "loss":
+        yield (*here, "kl", "estimator"), "k1 has no gradient as a loss; use k3, or placement: reward"
+    if algorithm.warmup_steps > algorithm.total_steps:
+        yield (*here, "warmupSteps"), f"at most totalSteps, which is {algorithm.total_steps}"
+    yield from _between((*here, "learningRate"), algorithm.learning_rate, 0, 1, open_below=True)
+    yield from _between((*here, "weightDecay"), algorithm.weight_decay, 0, 1)
+    yield from _between((*here, "maxGradNorm"), algorithm.max_grad_norm, 0, math.inf, open_below=True)
+    yield from _between((*here, "clip", "low"), algorithm.clip.low, 0, 0.999, open_below=True)
+    yield from _between((*here, "clip", "high"), algorithm.clip.high, 0, 100, open_below=True)
+    yield from _between((*here, "kl", "coefficient"), algorithm.kl.coefficient, 0, 100)
+    yield from _between((*here, "correction", "cap"), algorithm.correction.cap, 1, 1000)
+    if entry is not None:
+        yield from _own_parameters((*here, "parameters"), algorithm.parameters, entry.parameters)
+
+
+def _own_parameters(path: Path, given: dict[str, Any], defaults: Mapping[str, object]) -> Iterator[Broken]:
+    known = {to_camel(name): default for name, default in defaults.items()}
+    for name, value in given.items():
+        here = (*path, name)
+        if name not in known:
+            yield here, f"unknown parameter; known are {', '.join(known)}" if known else "this algorithm has none"
+        elif isinstance(known[name], float):
+            if not (isinstance(value, str) and is_rate(value)):
+                yield here, f'rates are strings; write a decimal number in quotes, such as "{known[name] or 0.5}"'
+        elif type(value) is not type(known[name]):
+            yield here, f"write a value like {json.dumps(known[name])}"
+
+
+def _sampling(job: RLJob) -> Iterator[Broken]:
+    sampling, longest = job.spec.algorithm.sampling, job.spec.rollout.max_model_len
+    yield from _between(("spec", "algorithm", "sampling", "temperature"), sampling.temperature, 0, 10, open_below=True)
+    if sampling.max_new_tokens >= longest:
+        yield (
+            ("spec", "algorithm", "sampling", "maxNewTokens"),
+            f"must leave room for the prompt in rollout.maxModelLen, which is {longest}",
+        )
+    for number, entry in enumerate(job.spec.evaluation.sets):
+        yield from _between(("spec", "evaluation", "sets", number, "temperature"), entry.temperature, 0, 10)
+    for number, training_set in enumerate(job.spec.data.sets):
+        yield from _between(("spec", "data", "sets", number, "weight"), training_set.weight, 0, 1e6, open_below=True)
+
+
+def _rollout(job: RLJob) -> Iterator[Broken]:
+    rollout, here = job.spec.rollout, ("spec", "rollout")
+    if rollout.autoscale is not None:
+        low, high = rollout.autoscale.min, rollout.autoscale.max
+        if low > high:
+            yield (*here, "autoscale", "min"), f"at most autoscale.max, which is {high}"
+        elif not low <= rollout.replicas <= high:
+            yield (*here, "replicas"), f"must lie within autoscale, from {low} to {high}"
+    limit = gpus(rollout.resources)
+    if limit and rollout.tensor_parallel_size != limit:
+        yield (*here, "tensorParallelSize"), f"must equal resources.limits {GPU}, which is {limit}"
+
+
+def _trainer(job: RLJob) -> Iterator[Broken]:
+    trainer, here, longest = job.spec.trainer, ("spec", "trainer"), job.spec.rollout.max_model_len
+    limit = gpus(trainer.resources)
+    if limit and trainer.processes_per_node not in (None, limit):
+        yield (*here, "processesPerNode"), f"must equal resources.limits {GPU}, which is {limit}"
+    if trainer.max_tokens_per_micro_batch is not None and trainer.max_tokens_per_micro_batch < longest:
+        yield (*here, "maxTokensPerMicroBatch"), f"must hold one sample of rollout.maxModelLen, which is {longest}"
+    if job.spec.rollout.adapter_loading is not None and trainer.lora is None:
+        yield ("spec", "rollout", "adapterLoading"), "there is no adapter to load; set trainer.lora or remove it"
+
+
+def _output(job: RLJob) -> Iterator[Broken]:
+    output, store = job.spec.output, job.spec.store
+    for field, uri in (("store", store.uri), ("output", output.uri if output else "")):
+        if uri.startswith("s3://") and ".." in uri.split("/"):
+            yield ("spec", field, "uri"), 'write the key without ".."'
+    if output is None:
+        return
+    if output.what == "best" and not job.spec.evaluation.sets:
+        yield ("spec", "output", "what"), "the best version is known by evaluation; add evaluation.sets"
+    if f"{output.uri.rstrip('/')}/".startswith(f"{store.uri.rstrip('/')}/"):
+        yield ("spec", "output", "uri"), "must lie outside store.uri, whose folders belong to runs"
+
+
+def _resources(path: Path, resources: Resources) -> Iterator[Broken]:
+    for kind, quantities in (("requests", resources.requests), ("limits", resources.limits)):
+        if not re.fullmatch(r"[0-9]+(\.[0-9]+)?m?", str(quantities.get("cpu", 0))):
+            yield (*path, kind, "cpu"), "write cores, such as 2 or 500m"
+        if not str(quantities.get(GPU, 0)).isdigit():
+            yield (*path, kind, GPU), "write a whole number of GPUs"
+    if GPU in resources.requests and GPU not in resources.limits:
+        yield (*path, "requests", GPU), "write it under limits; GPUs are never shared"
+
+
+def _variables(path: Path, template: Template) -> Iterator[Broken]:
+    names = [entry.name for entry in template.env]
+    for number, entry in enumerate(template.env):
+        here = (*path, number)
+        if MANAGED_VARIABLE.fullmatch(entry.name):
+            yield (*here, "name"), "Miles sets this variable itself; remove it"
+        if (entry.value is None) == (entry.value_from is None):
+            yield here, "give exactly one of value and valueFrom"
+        if names.index(entry.name) < number:
+            yield (*here, "name"), "the variable is set twice; remove one"
+
+
+def _between(path: Path, rate: str | None, low: float, high: float, open_below: bool = False) -> Iterator[Broken]:
+    if rate is None:
+        return
+    value = float(rate)
+    if not low <= value <= high or (open_below and value == low) or not math.isfinite(value):
+        limits = f"above {low}" if open_below else f"at least {low}"
+        yield path, f"must be {limits}" + (f" and at most {high:g}" if math.isfinite(high) else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Notice:
+    """A field that is accepted and not acted on."""
+
+    path: Path
+    value: Any
+    instead: str
+    harmless: bool
+    """Whether a run may go on without it."""
+
+    def __str__(self) -> str:
+        return f"{schema.dotted(self.path)}: not built yet: {self.instead}"
+
+
+def not_built(job: RLJob) -> list[Notice]:
+    """Every field the user set that this release does not act on; `operators.spec` marks them."""
+    found = []
+    for path, value, node in schema.set_values(job.model_dump(by_alias=True), schema.tree()):
+        mark = node.get("notBuilt")
+        if mark and (mark["values"] is None or value in mark["values"]):
+            found.append(Notice(path, value, mark["instead"], mark["harmless"]))
+    if QUEUE_LABEL in job.metadata.labels:
+        path = ("metadata", "labels", QUEUE_LABEL)
+        found.append(Notice(path, job.metadata.labels[QUEUE_LABEL], "the job does not wait in a queue", True))
+    return found

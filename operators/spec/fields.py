@@ -1,0 +1,135 @@
+"""What the fields of an RLJob are made of: bounded types that a CRD can express, each with a remedy for wrong values.
+
+Kubernetes' conventions hold: no floats (a rate is a patterned string), every string and list is bounded,
+durations are whole seconds, a closed choice is an enum. Values are never converted: "8" is not a number.
+What a type alone cannot say to `operators.schema` (remedies, what is not built yet) travels in its JSON schema.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import pydantic
+from pydantic.alias_generators import to_camel
+from pydantic_core import core_schema
+
+
+class Model(pydantic.BaseModel):
+    """One object of the resource: camelCase keys, none of them unknown, the text under each field its documentation.
+
+    A key without a value (null) counts as absent, as it does for the API server.
+    """
+
+    model_config = pydantic.ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        alias_generator=to_camel,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+def not_built(instead: str, *, harmless: bool = False, values: tuple[str, ...] | None = None) -> Any:
+    """Marks a field (or only some values of it) that v1alpha1 accepts and this release does not act on.
+
+    `instead` says in a clause what happens without it; `harmless`: a run may go on all the same, with a warning.
+    """
+    mark: Any = {"instead": instead, "harmless": harmless, "values": values}
+    return pydantic.Field(json_schema_extra={"notBuilt": mark})
+
+
+class OneOf:
+    """A closed choice of strings that other modules define; the annotation for what Literal cannot compute."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = list(names)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.literal_schema(self._names)
+
+
+def text(longest: int, pattern: str | None = None, remedy: str | None = None, shortest: int = 1) -> Any:
+    """Bounds of a string; `pattern` must match all of it, `remedy` says what to write where it does not."""
+    return pydantic.Field(
+        min_length=shortest,
+        max_length=longest,
+        pattern=pattern and f"^({pattern})$",
+        json_schema_extra={"remedy": remedy} if remedy else None,
+    )
+
+
+_RATE = r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]{1,3})?"
+Rate = Annotated[str, text(32, _RATE, 'write a decimal number in quotes, such as "0.5" or "1e-6"')]
+SignedRate = Annotated[str, text(32, f"-?{_RATE}", 'write a decimal number in quotes, such as "0.5" or "-0.1"')]
+
+
+def is_rate(value: str) -> bool:
+    return re.fullmatch(_RATE, value) is not None
+
+
+Name = Annotated[str, text(32, "[a-z0-9]([-a-z0-9]*[a-z0-9])?", "use lower-case letters, digits and inner dashes")]
+ObjectName = Annotated[
+    str, text(253, "[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "write the name of an object in the job's own namespace")
+]
+ColumnName = Annotated[str, text(128)]
+Image = Annotated[
+    str, text(512, "[A-Za-z0-9][-A-Za-z0-9._:/@]*", "write an image reference, such as registry/name:tag")
+]
+
+# No quotes, control or shell characters: a URI is data and never becomes part of a command or an option.
+_KEY = r"[-A-Za-z0-9._~/%+=,@:]*"
+_S3 = rf"s3://[a-z0-9][-a-z0-9.]{{1,61}}[a-z0-9](/{_KEY})?"
+_FILE = r"file://\.{0,2}/[-A-Za-z0-9._~/%+=,@: ]*"
+_HUB = r"hf://[A-Za-z0-9][-A-Za-z0-9._]*/[A-Za-z0-9][-A-Za-z0-9._]*"
+_WEB = rf"https?://[A-Za-z0-9][-A-Za-z0-9.]*(:[0-9]{{1,5}})?(/{_KEY})?"
+_LOCAL = "file:///path (file://./path starts at the folder of the spec's own file)"
+ModelUri = Annotated[
+    str, text(1024, f"{_HUB}|{_S3}|{_FILE}", f"write hf://organisation/name, s3://bucket/key or {_LOCAL}")
+]
+StoreUri = Annotated[str, text(1024, f"{_S3}|{_FILE}", f"write s3://bucket/prefix or {_LOCAL}")]
+DataUri = Annotated[str, text(1024, f"{_S3}|{_FILE}|{_WEB}", f"write s3://bucket/key, https://host/path or {_LOCAL}")]
+Url = Annotated[str, text(1024, _WEB, "write an http:// or https:// URL")]
+
+ResourceName = Annotated[
+    str, text(253, "([-a-z0-9.]+/)?[-A-Za-z0-9_.]+", "write a resource's name, such as cpu or nvidia.com/gpu")
+]
+LabelKey = Annotated[
+    str,
+    text(
+        317,
+        "([a-z0-9][-a-z0-9.]*/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?",
+        "keys are letters, digits, '-', '_' and '.', after an optional domain and '/'",
+    ),
+]
+LabelValue = Annotated[
+    str,
+    text(
+        63,
+        "([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?",
+        "label values are letters, digits, '-', '_' and '.'",
+        shortest=0,
+    ),
+]
+
+Parameters = Annotated[dict[Annotated[str, text(64)], Any], pydantic.Field(max_length=64)]
+
+_QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
+
+
+def _quantity(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | str) or not re.match(_QUANTITY, str(value)):
+        raise ValueError("write a quantity, such as 2, 500m or 16Gi")
+    return value
+
+
+Quantity = Annotated[
+    int | str,
+    pydantic.BeforeValidator(_quantity),
+    pydantic.WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": _QUANTITY, "maxLength": 32}),
+]

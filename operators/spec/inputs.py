@@ -1,0 +1,195 @@
+"""What goes into a run and what comes out: model, prompts, rewards, store, output."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from operators.spec.fields import (
+    ColumnName,
+    DataUri,
+    Model,
+    ModelUri,
+    Name,
+    ObjectName,
+    OneOf,
+    Parameters,
+    Rate,
+    SignedRate,
+    StoreUri,
+    Url,
+    not_built,
+    text,
+)
+from operators.spec.pods import Resources
+from pipeline.rewards.registry import LIBRARY
+
+_GENERATOR = text(128, "reasoning-gym/[a-z][a-z0-9_]*", "write reasoning-gym/task, such as reasoning-gym/chain_sum")
+_FUNCTION = text(
+    256,
+    r"([A-Za-z0-9_][-A-Za-z0-9_]*\.py|[A-Za-z_][A-Za-z0-9_.]*):[A-Za-z_][A-Za-z0-9_]*",
+    "write file.py:function or module:function, without folders",
+)
+
+
+class SecretReference(Model):
+    """A Secret in the job's namespace; its keys become environment variables of the same name."""
+
+    name: ObjectName
+    """Name of the Secret. Keys for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, if need be, AWS_SESSION_TOKEN;
+    for a hub: HF_TOKEN. `miles run` takes the same variables from its own environment instead."""
+
+
+class ModelSource(Model):
+    """The base model that is trained."""
+
+    uri: ModelUri
+    """Where the model comes from: hf://organisation/name, s3://bucket/key or file:///folder, a folder in the Hugging
+    Face layout with safetensors weights."""
+    revision: Annotated[str, text(128, "[A-Za-z0-9][-A-Za-z0-9._/]*", "write a branch, tag or commit")] | None = None
+    """Branch, tag or commit of an hf:// model. Default: its main branch, which may change between two attempts."""
+    tokenizer: ModelUri | None = None
+    """Another folder to take the tokenizer and chat template from. Default: the model's own."""
+    trust_remote_code: bool = False
+    """Whether Python that comes with the model may run in the job's pods. An hf:// model then needs a revision."""
+    secret_ref: SecretReference | None = None
+    """Credentials for reading the model. Default: those of the store, for an s3:// model."""
+
+
+class Fields(Model):
+    """Which columns of the data are read."""
+
+    prompt: ColumnName = "prompt"
+    """Column that holds the prompt: text, or a list of chat messages {role, content}."""
+    answer: ColumnName = "answer"
+    """Column that holds the reference answer, which rewards are given; it may be missing."""
+
+
+class PromptSource(Model):
+    """Prompts from a file or a generator, exactly one of them."""
+
+    name: Name | None = None
+    """Name in metrics and records. Default: the generator's task, or the file's name without its ending."""
+    uri: DataUri | None = None
+    """A .jsonl or .parquet file, one prompt a row: s3://bucket/key, https://host/path or file:///path."""
+    generator: Annotated[str, _GENERATOR] | None = None
+    """A procedural task that never runs out: reasoning-gym/<task>. It comes with its own scorer."""
+    parameters: Parameters = {}
+    """Arguments of the generator, such as {max_terms: 4}. Any JSON values, at most 16 KiB."""
+    fields: Fields = Fields()
+    """Names of the columns of a file."""
+
+
+class PromptSet(PromptSource):
+    """Prompts to train on: a file or a generator, exactly one of them."""
+
+    weight: Rate = "1"
+    """Share of the prompts drawn from this set, relative to the other sets' weights."""
+    limit: Annotated[int, Field(ge=1, le=10**9)] | None = None
+    """Use the first so many prompts only, again and again. Default: all of them."""
+
+
+class EvaluationSet(PromptSource):
+    """Prompts to evaluate on: a file or a generator, exactly one of them."""
+
+    samples: Annotated[int, Field(ge=1, le=256)] = 1
+    """Completions per prompt: the k of avg@k and pass@k."""
+    temperature: Rate | None = None
+    """Sampling temperature; "0" is greedy. Default: the temperature of training."""
+    limit: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Use the first so many prompts only. Default: all of a file; a generator needs a limit."""
+
+
+class Data(Model):
+    """The prompts to train on."""
+
+    sets: Annotated[list[PromptSet], Field(min_length=1, max_length=32)]
+    """One or more sets; each prompt is drawn from one of them by weight."""
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """Seed of the order of prompts, which is the same in every run with the same seed and sets."""
+    system_prompt: Annotated[str, text(16_384)] | None = None
+    """System message put before every prompt. Default: none but what the chat template brings."""
+    replay_from: Annotated[StoreUri | None, not_built("write prompts as data.sets")] = None
+    """Store prefix of an earlier run whose prompts and completions are used again."""
+
+
+class Environment(Model):
+    """A multi-turn environment that the policy acts in."""
+
+    name: Annotated[str, text(128)]
+    """Name of the environment."""
+    parameters: Parameters = {}
+    """Arguments of the environment. Any JSON values, at most 16 KiB."""
+    max_turns: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Turns after which an episode ends."""
+
+
+class ConfigMapSource(Model):
+    """Where the file of a reward function comes from."""
+
+    config_map: ObjectName
+    """ConfigMap in the job's namespace with the file as one of its keys. `miles run` reads the file that lies beside
+    the spec instead."""
+
+
+class RewardModel(Model):
+    """A sequence-classification model with one label, served beside the job; its raw output is the score."""
+
+    uri: ModelUri
+    """Where the reward model comes from, as for model.uri."""
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    """Servers behind one Service."""
+    resources: Resources = Resources()
+    """What each server needs; without a GPU it runs on the CPU in float32."""
+
+
+class Reward(Model):
+    """One term of the score of a completion: exactly one of function, endpoint, model and library."""
+
+    name: Name
+    """Name in metrics (reward/<name>/mean)."""
+    function: Annotated[str, _FUNCTION] | None = None
+    """A Python function, file.py:function or module:function, called in a process of its own."""
+    from_: Annotated[ConfigMapSource | None, Field(alias="from")] = None
+    """Where file.py of `function` comes from; needed in a cluster."""
+    endpoint: Url | None = None
+    """An HTTP service that is sent {prompt, completion, answer} and replies {score}."""
+    model: RewardModel | None = None
+    """A reward model that Miles serves."""
+    library: Annotated[str, OneOf(LIBRARY)] | None = None
+    """A scorer that comes with Miles. generator: the task's own; math-verify: whether two answers are equal as
+    mathematics; length: a penalty for completions near the limit (parameters: {buffer: tokens})."""
+    parameters: Parameters = {}
+    """Arguments of the function or scorer. Any JSON values, at most 16 KiB."""
+    weight: SignedRate = "1"
+    """Factor of this term in the sum; negative for a penalty."""
+    timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 5
+    """Longest time that scoring one sample may take; then onError applies."""
+    on_error: Literal["dropSample", "zero"] = "dropSample"
+    """What becomes of a sample whose scoring raised, hung or gave NaN: no part in training, or a score of 0."""
+    memory_mebibytes: Annotated[int, Field(ge=64, le=1_048_576)] = 2048
+    """Memory that the function's process may use, in MiB."""
+
+
+class Store(Model):
+    """The object store that workers and trainer share; it is also the run's data set."""
+
+    uri: StoreUri
+    """Root under which the job writes <namespace>/<name>/<run id>: s3://bucket/prefix, or file:///folder, which only
+    `miles run` can use."""
+    endpoint: Url | None = None
+    """URL of an S3-compatible service. Default: AWS."""
+    region: Annotated[str, text(64, "[a-z0-9-]+", "write a region, such as eu-central-1")] | None = None
+    """Region of the bucket. Default: what the environment says."""
+    secret_ref: SecretReference | None = None
+    """Credentials of the store. Default: what the pods' environment offers."""
+    retention: Literal["all", "window"] = "all"
+    """all: the run stays as a data set; window: what no kept checkpoint needs is deleted."""
+
+
+class Output(Model):
+    """Where the trained model goes when the job is complete."""
+
+    uri: StoreUri
+    """Prefix to write the model to; it must be free."""
+    what: Literal["final", "best"] = "final"
+    """The last version, or the one that was evaluated best."""

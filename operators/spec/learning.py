@@ -1,0 +1,119 @@
+"""What is optimised and how: algorithm, evaluation, checkpoints."""
+
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field
+
+from operators.spec.fields import Model, OneOf, Parameters, Rate, StoreUri, not_built, text
+from operators.spec.inputs import EvaluationSet
+from pipeline.algorithms.registry import ALGORITHMS, PLANNED
+
+_TRUNCATING = ("topP", "topK", "minP", "repetitionPenalty", "presencePenalty", "frequencyPenalty", "minTokens")
+
+
+class Sampling(Model):
+    """How completions are sampled. The whole distribution is sampled (no top-p, top-k or penalties), since the
+    trainer must be able to compute the same probabilities."""
+
+    model_config = pydantic.ConfigDict(
+        json_schema_extra={"refused": dict.fromkeys(_TRUNCATING, "leave it out; the whole distribution is sampled")}
+    )
+
+    temperature: Rate = "1"
+    """Divides the logits, in the sampler and in the trainer alike; above 0."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 512
+    """Tokens after which a completion is cut off. With the prompt it must fit rollout.maxModelLen."""
+    stop: Annotated[list[Annotated[str, text(128)]], Field(max_length=16)] = []
+    """Texts at which a completion ends, besides the model's own end-of-sequence tokens."""
+
+
+class Clip(Model):
+    """Bounds of the ratio of new to old probabilities, as distances from 1."""
+
+    low: Rate | None = None
+    """Below 1; less than "1". Default: the algorithm's own (grpo: "0.2")."""
+    high: Rate | None = None
+    """Above 1. Default: the algorithm's own (grpo: "0.28")."""
+
+
+class Kl(Model):
+    """A pull towards the base model."""
+
+    coefficient: Rate = "0"
+    """Weight of the divergence; at "0" no reference model is kept."""
+    placement: Literal["loss", "reward"] = "loss"
+    """Whether it is added to the loss or taken from the reward of each token."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the divergence. k1 has no gradient as a loss and is refused there."""
+
+
+class Correction(Model):
+    """Correction for the difference between the policy that sampled and the one that is trained."""
+
+    type: Literal["none", "token-tis"] = "token-tis"
+    """token-tis: each token's loss is weighted by the ratio of the two probabilities, up to cap."""
+    cap: Rate = "2"
+    """Largest weight of a token."""
+
+
+class Algorithm(Model):
+    """What is optimised, and how fast."""
+
+    type: Annotated[str, OneOf([*ALGORITHMS, *PLANNED]), not_built(f"use {' or '.join(ALGORITHMS)}", values=PLANNED)]
+    """The algorithm. grpo: group-relative advantages with a clipped surrogate loss."""
+    total_steps: Annotated[int, Field(ge=1, le=10_000_000)]
+    """Training steps after which the job is complete."""
+    prompts_per_step: Annotated[int, Field(ge=1, le=65_536)] = 16
+    """Prompts trained in one step; each is completed groupSize times."""
+    group_size: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Completions sampled per prompt, and compared with each other by group-relative algorithms."""
+    max_staleness: Annotated[int, Field(ge=0, le=64)] = 1
+    """How many versions older than the trained policy a completion may be. 0: generation and training take turns;
+    more: they overlap, and learn from older data."""
+    updates_per_step: Annotated[int, Field(ge=1, le=64)] = 1
+    """Optimizer updates that the prompts of one step are split into; divides promptsPerStep."""
+    sampling: Sampling = Sampling()
+    """How completions are sampled."""
+    learning_rate: Rate | None = None
+    """Peak learning rate of AdamW. Default: "1e-6", with trainer.lora "1e-5"."""
+    warmup_steps: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Steps over which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up; linear and cosine reach 0 at the last step."""
+    weight_decay: Rate = "0"
+    """Weight decay of AdamW."""
+    max_grad_norm: Rate = "1"
+    """Norm above which the gradient is scaled down."""
+    clip: Clip = Clip()
+    """Bounds of the probability ratio."""
+    kl: Kl = Kl()
+    """A pull towards the base model; off by default."""
+    correction: Correction = Correction()
+    """Correction for off-policy data."""
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] | None = None
+    """How the losses of tokens become one number. token-mean: every token of the batch counts alike. Default: the
+    algorithm's own (grpo: token-mean)."""
+    parameters: Parameters = {}
+    """Parameters that only this algorithm knows; rates among them are strings. grpo: dualClip bounds the loss of tokens
+    with a negative advantage, "0" is no bound."""
+
+
+class Evaluation(Model):
+    """Evaluation on held-out prompts, by the rollout workers."""
+
+    every_steps: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Steps between two evaluations; 0: only before the first step and after the last."""
+    sets: Annotated[list[EvaluationSet], Field(max_length=32)] = []
+    """What is evaluated; without a set, nothing is."""
+
+
+class Checkpoint(Model):
+    """Checkpoints of the trainer, from which an interrupted job goes on."""
+
+    every_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 20
+    """Steps between two checkpoints: the work that is lost when the trainer dies."""
+    keep_last: Annotated[int, Field(ge=1, le=1000)] = 2
+    """Checkpoints kept; older ones are deleted."""
+    resume_from: Annotated[StoreUri | None, not_built("a job resumes from its own newest checkpoint")] = None
+    """Store prefix of another run's checkpoint to start from."""

@@ -1,0 +1,254 @@
+"""Checkpoints: what a restarted trainer needs to go on exactly where it was, on any number of ranks.
+
+torch.distributed.checkpoint lays the tensors out (each rank writes what it holds, a load reshards); files go
+through a temporary local folder, each rank its own, and MANIFEST.json comes last, from rank 0. The manifest carries
+sizes, checksums, the layout and the trainer's state as JSON, so that nothing from the store is ever unpickled.
+A checkpoint without a manifest does not exist. Older ones are deleted only after the new one has been read back.
+
+Limit: layout and files are those of torch.distributed.checkpoint 2.13's FileSystemWriter.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as layouts
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from pipeline import distributed
+from pipeline.storage import Storage, StorageError, file_sha256
+from pipeline.versions import Version
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Run = Callable[[Coroutine[Any, Any, T]], T]
+"""Runs a coroutine on this rank's event loop and waits for its result."""
+
+FOLDER = "checkpoints"
+MANIFEST = "MANIFEST.json"
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    version: Version
+    state: dict[str, Any]
+    """JSON: what is not a tensor (step, coordinator, random states …)."""
+    tensors: dict[str, Any]
+    """Layout: name → dtype, size and pieces (offsets, sizes, file, position, length)."""
+    files: dict[str, dict[str, Any]]
+    """Name → size in bytes, sha256."""
+
+
+def folder(version: Version) -> str:
+    return f"{FOLDER}/{version}"
+
+
+def save(
+    storage: Storage,
+    run: Run,
+    version: Version,
+    tensors: dict[str, torch.Tensor],
+    state: dict[str, Any],
+    *,
+    read_back: bool = True,
+) -> None:
+    """Write the checkpoint `version`; collective. `tensors` may hold DTensors, named alike on every rank.
+
+    With `read_back` every rank downloads what it wrote and compares it; raises StorageError if it differs.
+    """
+    with tempfile.TemporaryDirectory(prefix="miles-checkpoint-") as local:
+        layout = dcp.save(
+            tensors,
+            storage_writer=dcp.FileSystemWriter(local, sync_files=False),
+            process_group=distributed.control_group(),
+            no_dist=not dist.is_initialized(),
+        )
+        own = {path.name: _describe(path) for path in sorted(pathlib.Path(local).glob("*.distcp"))}
+        run(_upload(storage, version, local, list(own)))
+        files = {name: entry for part in distributed.gather(own) for name, entry in part.items()}
+        if distributed.rank() == 0:
+            checkpoint = Checkpoint(version, state, _layout_to_json(layout), files)
+            run(storage.create(f"{folder(version)}/{MANIFEST}", _encode(checkpoint)))
+        if read_back:
+            run(_verify(storage, version, own))
+            distributed.barrier()
+
+
+async def newest(storage: Storage) -> list[Checkpoint]:
+    """All complete checkpoints, newest version first; one whose manifest cannot be read is skipped and said so.
+
+    Raises StorageError if there are some, and none of them can be read.
+    """
+    checkpoints = []
+    manifests = [info for info in await storage.list(FOLDER) if info.key.endswith("/" + MANIFEST)]
+    for info in manifests:
+        try:
+            found = await storage.get(info.key)
+            if found is not None:
+                checkpoints.append(_decode(found.data))
+        except (ValueError, KeyError, TypeError, StorageError) as error:
+            log.warning("checkpoint %s is damaged (%s); it is ignored", info.key, error)
+    if manifests and not checkpoints:
+        raise StorageError(f"the manifests of all {len(manifests)} checkpoints are damaged")
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.version, reverse=True)
+
+
+def load(
+    storage: Storage, run: Run, candidates: list[Checkpoint], tensors: dict[str, torch.Tensor]
+) -> Checkpoint | None:
+    """Fill `tensors` in place from the first good candidate; collective. None if there are no candidates.
+
+    Raises ValueError if the parameters are not those that were saved, StorageError if every candidate is damaged.
+    """
+    for candidate in candidates:
+        _check_names(candidate, tensors)
+        with tempfile.TemporaryDirectory(prefix="miles-checkpoint-") as local:
+            try:
+                dcp.load(
+                    tensors,
+                    storage_reader=_Reader(storage, run, candidate, local),
+                    process_group=distributed.control_group(),
+                    no_dist=not dist.is_initialized(),
+                )
+                return candidate
+            except CheckpointException as error:
+                cause = next(iter(error.failures.values()))[0]
+                log.warning("checkpoint %s is damaged (%s); trying the one before it", candidate.version, cause)
+    if candidates:
+        raise StorageError(f"all {len(candidates)} checkpoints are damaged; the newest is {candidates[0].version}")
+    return None
+
+
+async def prune(storage: Storage, newest_version: Version, keep_last: int) -> list[Version]:
+    """Delete all but the last `keep_last` checkpoints and what unfinished ones left; returns the versions kept.
+
+    The manifest goes first: a half-deleted checkpoint is an unfinished one. Nothing above `newest_version` is touched.
+    """
+    keys: dict[Version, list[str]] = {}
+    for info in await storage.list(FOLDER):
+        version = Version.parse(info.key.split("/")[1])
+        if version <= newest_version:
+            keys.setdefault(version, []).append(info.key)
+    complete = sorted(version for version, names in keys.items() if f"{folder(version)}/{MANIFEST}" in names)
+    kept = complete[-max(1, keep_last) :]
+    for version, names in keys.items():
+        if version not in kept:
+            for key in sorted(names, key=lambda key: not key.endswith(MANIFEST)):
+                await storage.delete(key)
+    return kept
+
+
+class _Reader(dcp.FileSystemReader):
+    """Takes the layout from the manifest and downloads only the files that this rank's plan asks for."""
+
+    def __init__(self, storage: Storage, run: Run, checkpoint: Checkpoint, local: str) -> None:
+        super().__init__(local)
+        self.storage, self.run, self.checkpoint, self.local = storage, run, checkpoint, local
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> layouts.Metadata:
+        return _layout_from_json(self.checkpoint.tensors)
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        names = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+        self.run(_download(self.storage, self.checkpoint, self.local, sorted(names)))
+        return super().read_data(plan, planner)
+
+
+async def _upload(storage: Storage, version: Version, local: str, names: list[str]) -> None:
+    for name in names:
+        await storage.put_file(f"{folder(version)}/{name}", os.path.join(local, name))
+
+
+async def _verify(storage: Storage, version: Version, files: dict[str, dict[str, Any]]) -> None:
+    with tempfile.TemporaryDirectory(prefix="miles-checkpoint-") as local:
+        checkpoint = Checkpoint(version, {}, {}, files)
+        await _download(storage, checkpoint, local, sorted(files), keep=False)
+
+
+async def _download(
+    storage: Storage, checkpoint: Checkpoint, local: str, names: list[str], *, keep: bool = True
+) -> None:
+    """Fetch files and check them against the manifest; raises StorageError naming the damaged key."""
+    for name in names:
+        if name not in checkpoint.files or name != os.path.basename(name):
+            raise StorageError(f"checkpoint {checkpoint.version} names no file {name!r}")
+        key, path = f"{folder(checkpoint.version)}/{name}", os.path.join(local, name)
+        info = await storage.get_file(key, path)
+        if {"size": info.size, "sha256": info.sha256} != checkpoint.files[name]:
+            raise StorageError(f"{key} differs from what its manifest says")
+        if not keep:
+            os.unlink(path)
+
+
+def _describe(path: pathlib.Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": file_sha256(str(path))}
+
+
+def _check_names(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+    saved = {name: entry["size"] for name, entry in checkpoint.tensors.items()}
+    wanted = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    differing = sorted(name for name in saved.keys() | wanted.keys() if saved.get(name) != wanted.get(name))
+    if differing:
+        raise ValueError(
+            f"checkpoint {checkpoint.version} holds other parameters than this model trains "
+            f"({len(differing)} differ, first {differing[0]}); restore the model and trainer.lora it was written with, "
+            "or start a new run"
+        )
+
+
+def _encode(checkpoint: Checkpoint) -> bytes:
+    content = {
+        "schema": SCHEMA,
+        "version": list(checkpoint.version),
+        "step": checkpoint.version.step,
+        "state": checkpoint.state,
+        "files": checkpoint.files,
+        "tensors": checkpoint.tensors,
+    }
+    return json.dumps(content).encode()
+
+
+def _decode(data: bytes) -> Checkpoint:
+    content = json.loads(data)
+    if content["schema"] != SCHEMA:
+        raise ValueError(f"schema {content['schema']} is unknown")
+    return Checkpoint(Version(*content["version"]), content["state"], content["tensors"], content["files"])
+
+
+def _layout_to_json(layout: layouts.Metadata) -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    for name, entry in layout.state_dict_metadata.items():
+        assert isinstance(entry, layouts.TensorStorageMetadata), f"{name} is not a tensor"
+        pieces = []
+        for chunk in entry.chunks:
+            place = layout.storage_data[layouts.MetadataIndex(name, chunk.offsets)]
+            pieces.append([list(chunk.offsets), list(chunk.sizes), place.relative_path, place.offset, place.length])
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "size": list(entry.size), "pieces": pieces}
+    return tensors
+
+
+def _layout_from_json(tensors: dict[str, Any]) -> layouts.Metadata:
+    entries: dict[str, Any] = {}
+    places: dict[layouts.MetadataIndex, _StorageInfo] = {}
+    for name, tensor in tensors.items():
+        dtype = getattr(torch, tensor["dtype"])
+        assert isinstance(dtype, torch.dtype), f"{name}: {dtype} is no dtype"
+        chunks = []
+        for number, (offsets, sizes, path, position, length) in enumerate(tensor["pieces"]):
+            chunks.append(layouts.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            places[layouts.MetadataIndex(name, offsets, number)] = _StorageInfo(path, position, length)
+        properties = layouts.TensorProperties(dtype=dtype)
+        entries[name] = layouts.TensorStorageMetadata(properties, torch.Size(tensor["size"]), chunks)
+    return layouts.Metadata(entries, storage_data=places, storage_meta=layouts.StorageMeta())

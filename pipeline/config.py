@@ -1,0 +1,213 @@
+"""What every data-plane process reads: the resolved configuration of one run.
+
+The operator writes it from an RLJob (`operators.children`) as one JSON file, mounted beside each child and
+named by the environment variable MILES_CONFIG. All defaults are already filled in, rates are numbers,
+names are snake_case. Free of torch and vllm; validated once, here, when it is read.
+"""
+
+import os
+import pathlib
+from typing import Any, Literal
+
+import pydantic
+
+CONFIG_VARIABLE = "MILES_CONFIG"
+
+
+class Config(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Config):
+    uri: str
+    """Where the base model comes from: a folder, s3://…, hf://org/name."""
+    revision: str | None = None
+    """Branch, tag or commit of an hf:// model."""
+    tokenizer: str | None = None
+    """URI of another tokenizer folder; None: the model's own."""
+    trust_remote_code: bool = False
+    """Whether Python shipped with the model may run."""
+    path: str
+    """Local folder in which the fetched model lies, in every child."""
+
+
+class PromptSetConfig(Config):
+    name: str
+    uri: str | None = None
+    """JSONL or Parquet file, any fsspec URI. Exactly one of uri and generator."""
+    generator: str | None = None
+    """`reasoning-gym/<task>`."""
+    parameters: dict[str, Any] = {}
+    """Arguments of the generator."""
+    prompt_field: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages {role, content}."""
+    answer_field: str = "answer"
+    """Column with the reference answer, given to rewards; may be missing."""
+    weight: float = 1.0
+    """Relative share of the prompts drawn from this set."""
+    samples: int = 1
+    """Evaluation only: completions per prompt (k of avg@k and pass@k)."""
+    limit: int | None = None
+    """Use only the first so many prompts; None: all (a generator in an evaluation needs one)."""
+    temperature: float | None = None
+    """Evaluation only: None: the training temperature; 0: greedy."""
+
+
+class DataConfig(Config):
+    seed: int = 0
+    """Order of the prompts is a pure function of (seed, pass)."""
+    system_prompt: str | None = None
+    sets: list[PromptSetConfig]
+
+
+class RewardConfig(Config):
+    name: str
+    function: str | None = None
+    """`module:function` or `file.py:function`; exactly one of function, endpoint, library, model."""
+    endpoint: str | None = None
+    """http(s) URL that receives {prompt, completion, answer} and replies {score}."""
+    library: str | None = None
+    """A shipped scorer: generator, math-verify, length."""
+    model: str | None = None
+    """URL of the vLLM pooling server of a reward model."""
+    parameters: dict[str, Any] = {}
+    weight: float = 1.0
+    timeout_s: float = 5.0
+    """Longest time one sample may take to score."""
+    on_error: Literal["dropSample", "zero"] = "dropSample"
+    """What a sample that raised, hung or scored NaN is worth: no part in training, or a score of 0."""
+    folder: str | None = None
+    """Folder that `file.py` is relative to."""
+    memory_mib: int = 2048
+    """Address-space limit of the process that runs a user's function."""
+
+
+class SamplingConfig(Config):
+    temperature: float = 1.0
+    max_new_tokens: int = 256
+    stop: list[str] = []
+
+
+class AlgorithmConfig(Config):
+    type: str
+    """A name in pipeline.algorithms.registry."""
+    total_steps: int
+    prompts_per_step: int
+    """Groups (prompts) trained in one step: B."""
+    group_size: int
+    """Completions sampled per prompt."""
+    max_staleness: int = 1
+    """η, in policy versions: 0 is synchronous."""
+    updates_per_step: int = 1
+    """Optimizer updates one step's batch is split into."""
+    sampling: SamplingConfig = SamplingConfig()
+    learning_rate: float = 1e-6
+    warmup_steps: int = 0
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coefficient: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_placement: Literal["loss", "reward"] = "loss"
+    correction: Literal["none", "token-tis"] = "token-tis"
+    correction_cap: float = 2.0
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = "token-mean"
+    parameters: dict[str, Any] = {}
+    """Parameters that only this algorithm knows, checked by its registry entry."""
+
+
+class LoraConfig(Config):
+    rank: int = 16
+    alpha: float = 32.0
+    targets: str | list[str] = "all-linear"
+
+
+class TrainerConfig(Config):
+    lora: LoraConfig | None = None
+    """None: full fine-tuning."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    compile: bool = False
+    activation_checkpointing: bool = False
+    max_tokens_per_micro_batch: int = 4096
+    """Packed tokens in one forward pass; bounds activation memory."""
+    seed: int = 0
+    stop_grace_s: int = 25
+    """Longest time from SIGTERM to exit; a checkpoint is written in it."""
+
+
+class RolloutConfig(Config):
+    adapter_loading: Literal["merge", "hot"] = "merge"
+    """LoRA only. merge: base + adapter merged beside the server, reloaded in place (fp32, best on CPU);
+    hot: the adapter is loaded into vLLM (best on GPU)."""
+    max_concurrent_groups: int = 64
+    """Groups one worker generates at a time."""
+    flush_s: float = 2.0
+    """Longest time a finished group waits before its shard is written."""
+    shard_groups: int = 64
+    """Groups after which a shard is written at once."""
+    poll_s: float = 0.5
+    """Seconds between two looks at control/state.json."""
+    heartbeat_s: float = 5.0
+    """Seconds between two refreshes of writers/<ulid>.json."""
+    lease_timeout_s: float = 60.0
+    """Silence after which a writer's leases are taken back."""
+    group_timeout_s: float = 1800.0
+    """Longest time one index may be held without being delivered."""
+    max_failures: int = 3
+    """Failures of one index by itself after which it is dropped."""
+    max_model_len: int = 4096
+    """Tokens of prompt and completion together that vLLM accepts."""
+
+
+class EvaluationConfig(Config):
+    every_steps: int = 0
+    """0: only at start and end; sets empty: no evaluation."""
+    sets: list[PromptSetConfig] = []
+
+
+class CheckpointConfig(Config):
+    every_steps: int = 20
+    keep_last: int = 2
+
+
+class StoreConfig(Config):
+    uri: str
+    """Prefix of this very run, <root>/<namespace>/<name>/<run id>: s3://… or file:///…"""
+    endpoint: str | None = None
+    """S3 endpoint URL; None: AWS."""
+    region: str | None = None
+    retention: Literal["all", "window"] = "all"
+
+
+class OutputConfig(Config):
+    uri: str
+    what: Literal["final", "best"] = "final"
+
+
+class RunConfig(Config):
+    namespace: str = "default"
+    name: str
+    run_id: str
+    attempt: int = 0
+    model: ModelConfig
+    data: DataConfig
+    rewards: list[RewardConfig]
+    algorithm: AlgorithmConfig
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    store: StoreConfig
+    output: OutputConfig | None = None
+
+
+def load(path: str | None = None) -> RunConfig:
+    """Read the RunConfig from `path`, by default from the file that MILES_CONFIG names.
+
+    Raises ValueError (pydantic's) for a malformed file, FileNotFoundError for a missing one.
+    """
+    path = path or os.environ[CONFIG_VARIABLE]
+    return RunConfig.model_validate_json(pathlib.Path(path).read_text())

@@ -1,0 +1,71 @@
+"""control/state.json in the hands of the one trainer that may write it: compare-and-swap, fenced by the term."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+from pipeline.messages import CONTROL_KEY, ControlState
+from pipeline.storage import Conflict, ObjectInfo, Storage, StorageError
+from pipeline.trainer_log import Fenced
+
+
+class ControlFile:
+    def __init__(self, storage: Storage):
+        self.storage = storage
+        self._etag = ""
+        self._written = b""
+        self._writing = asyncio.Lock()
+
+    async def seize(self, first: ControlState) -> tuple[ControlState | None, ObjectInfo]:
+        """Make the file this term's, as the predecessor left it, or `first` if there is none.
+
+        Returns what the predecessor last wrote. Raises Fenced if a higher term has it.
+        """
+        while True:
+            found = await self.storage.get(CONTROL_KEY)
+            old = ControlState.decode(found.data) if found else None
+            if old and old.term >= first.term:
+                raise _fenced(old.term, first.term)
+            new = dataclasses.replace(old, term=first.term, stop=None, replaying=True) if old else first
+            try:
+                if found:
+                    info = await self.storage.replace(CONTROL_KEY, new.encode(), found.info.etag)
+                else:
+                    info = await self.storage.create(CONTROL_KEY, new.encode())
+            except Conflict:
+                continue  # the predecessor was still alive: what it wrote counts
+            self._etag = info.etag
+            return old, info
+
+    async def write(self, current: Callable[[], ControlState], fresh: bool = False) -> ObjectInfo | None:
+        """Write the state that is current when it is this call's turn; None if it is there already and not `fresh`.
+
+        Raises Fenced if a higher term has the file, StorageError if the store does not answer in time.
+        """
+        async with self._writing:
+            while True:
+                state = current()
+                data = state.encode()
+                if data == self._written and not fresh:
+                    return None
+                try:
+                    info = await self.storage.replace(CONTROL_KEY, data, self._etag)
+                except Conflict:
+                    self._etag = await self._look_who_wrote(state.term)
+                    continue
+                self._etag, self._written = info.etag, data
+                return info
+
+    async def _look_who_wrote(self, term: int) -> str:
+        """The present etag, if a write of this trainer arrived although it seemed to fail; else it is fenced."""
+        found = await self.storage.get(CONTROL_KEY)
+        if found is None:
+            raise StorageError(f"{CONTROL_KEY} is gone: somebody has deleted the run's objects")
+        present = ControlState.decode(found.data)
+        if present.term != term:
+            raise _fenced(present.term, term)
+        return found.info.etag
+
+
+def _fenced(theirs: int, ours: int) -> Fenced:
+    return Fenced(f"a trainer of term {theirs} has taken over; this one has term {ours}")

@@ -1,0 +1,310 @@
+"""Experience: what a worker writes and the trainer reads, one Parquet shard of whole groups at a time.
+
+A row is one sample (one completion of one prompt). All samples of a group lie together in one shard.
+The schema is explicit; columns may be added within v1 (nullable), never changed.
+
+Reading is guarded: `decode` answers anything that is no shard of whole and sane groups with Damaged, so that a torn
+or hostile object is quarantined by its reader and never ends it. Samples marked invalid may hold anything that the
+engine returned (no token, a NaN logprob): their values are not checked, and are not to be trained on.
+"""
+
+import dataclasses
+import io
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.versions import Version
+
+SCHEMA = pa.schema(
+    [
+        pa.field("index", pa.int64(), nullable=False),  # prompt index, names the group
+        pa.field("sample", pa.int32(), nullable=False),  # 0 … group_size-1
+        pa.field("set", pa.large_string(), nullable=False),
+        pa.field("prompt", pa.large_string()),
+        pa.field("answer", pa.large_string()),
+        pa.field("prompt_ids", pa.large_list(pa.int32()), nullable=False),  # [P]
+        pa.field("completion", pa.large_string()),
+        pa.field("completion_ids", pa.large_list(pa.int32()), nullable=False),  # [C]
+        pa.field("logprobs", pa.large_list(pa.float32()), nullable=False),  # [C] of the sampling policy
+        pa.field("finish_reason", pa.large_string(), nullable=False),  # stop | length
+        pa.field("reward", pa.float64()),  # weighted sum; null: unscorable
+        pa.field("rewards", pa.map_(pa.string(), pa.float64())),  # unweighted, by name
+        pa.field("invalid", pa.large_string()),  # why the sample takes no part in training; null: it does
+        pa.field("version_term", pa.int32(), nullable=False),  # oldest version that made any token
+        pa.field("version_step", pa.int64(), nullable=False),
+        pa.field("spans", pa.list_(pa.struct([("start", pa.int32()), ("term", pa.int32()), ("step", pa.int64())]))),
+        pa.field("created", pa.float64(), nullable=False),  # seconds since the epoch, the worker's clock
+    ],
+    metadata={"miles.schema": "1"},
+)
+
+
+class Damaged(ValueError):
+    """A shard that is torn, fails its checksum or breaks a rule; the message names the rule."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """One completion. Example: prompt_ids [5, 9], completion_ids [7, 2], logprobs [-0.1, -0.7]."""
+
+    completion_ids: list[int]  # [C]
+    logprobs: list[float]  # [C], float32, log μ of the sampled tokens
+    completion: str
+    finish_reason: str
+    reward: float | None  # None: unscorable
+    rewards: dict[str, float]
+    invalid: str | None
+    spans: list[tuple[int, Version]]  # (first token of the span, version that made it)
+
+    @property
+    def oldest(self) -> Version:
+        return min(version for _, version in self.spans)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutGroup:
+    """All completions of one prompt index."""
+
+    index: int
+    set: str
+    prompt: str
+    answer: str | None
+    prompt_ids: list[int]  # [P]
+    rollouts: list[Rollout]
+    created: float  # seconds since the epoch
+
+
+class Ragged(NamedTuple):
+    """Rows of different lengths, end to end: row i is values[offsets[i]:offsets[i+1]].
+
+    Example: [[5, 9], [], [7]] is values [5, 9, 7], offsets [0, 2, 2, 3].
+    """
+
+    values: np.ndarray  # [T]
+    offsets: np.ndarray  # [N+1] int64
+
+
+ROWS_PER_ROW_GROUP = 256
+ROUNDING = 1e-6
+STAND_IN = -9999.0
+"""What vLLM writes for a logprob of -inf."""
+
+# Ids and words repeat; logprobs do not, but their exponents do, once the bytes of a float are put apart.
+DICTIONARY = ["set", "prompt", "answer", "finish_reason", "invalid"]
+DICTIONARY += ["prompt_ids.list.element", "completion_ids.list.element", "rewards.key_value.key"]
+ENCODING = {"logprobs.list.element": "BYTE_STREAM_SPLIT"}
+
+
+def encode(groups: list[RolloutGroup]) -> bytes:
+    """One Parquet file of whole groups, every sample a row, in the given order.
+
+    Lone surrogates in texts become U+FFFD (Arrow refuses them); a logprob that rounding made positive becomes 0.
+    """
+    rows = [(group, number, rollout) for group in groups for number, rollout in enumerate(group.rollouts)]
+    columns = {
+        "index": [group.index for group, _, _ in rows],
+        "sample": [number for _, number, _ in rows],
+        "set": [group.set for group, _, _ in rows],
+        "prompt": [_text(group.prompt) for group, _, _ in rows],
+        "answer": [_text(group.answer) for group, _, _ in rows],
+        "prompt_ids": [group.prompt_ids for group, _, _ in rows],
+        "completion": [_text(rollout.completion) for _, _, rollout in rows],
+        "completion_ids": [rollout.completion_ids for _, _, rollout in rows],
+        "logprobs": [[0.0 if 0.0 < p <= ROUNDING else p for p in rollout.logprobs] for _, _, rollout in rows],
+        "finish_reason": [rollout.finish_reason for _, _, rollout in rows],
+        "reward": [rollout.reward for _, _, rollout in rows],
+        "rewards": [list(rollout.rewards.items()) for _, _, rollout in rows],
+        "invalid": [_text(rollout.invalid) for _, _, rollout in rows],
+        "version_term": [rollout.oldest.term for _, _, rollout in rows],
+        "version_step": [rollout.oldest.step for _, _, rollout in rows],
+        "spans": [
+            [{"start": start, "term": version.term, "step": version.step} for start, version in rollout.spans]
+            for _, _, rollout in rows
+        ],
+        "created": [group.created for group, _, _ in rows],
+    }
+    table = pa.table([pa.array(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
+    sink = io.BytesIO()
+    pq.write_table(
+        table,
+        sink,
+        row_group_size=ROWS_PER_ROW_GROUP,
+        compression="zstd",
+        compression_level=3,
+        use_dictionary=DICTIONARY,
+        column_encoding=ENCODING,
+        write_page_checksum=True,
+    )
+    return sink.getvalue()
+
+
+def _text(text: str | None) -> str | None:
+    """`text` without lone surrogates; pairs of them become the character they spell."""
+    if text is None or text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def decode(data: bytes, vocabulary: int | None = None, group_size: int | None = None) -> pa.Table:
+    """The shard's table, one chunk a column, in SCHEMA's columns and types.
+
+    `vocabulary`: ids must be below it; `group_size`: samples every group must have; None: not checked.
+    Raises Damaged, naming the rule and the first row that breaks it, for anything that is not a shard.
+    """
+    try:
+        table = pq.read_table(pa.BufferReader(data), use_threads=False, page_checksum_verification=True)
+        table = _conform(table).combine_chunks()
+        table.validate(full=True)
+    except Damaged:
+        raise
+    except Exception as error:  # garbage makes the reader fail in ways that it does not enumerate
+        raise Damaged(
+            f"not a Parquet shard of schema 1: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from None
+    _check_rows(table, vocabulary)
+    _check_groups(table, group_size)
+    return table
+
+
+def _conform(table: pa.Table) -> pa.Table:
+    """SCHEMA's columns: unknown ones are left out, nullable ones that an older writer did not know are null."""
+    columns = []
+    for field in SCHEMA:
+        if field.name in table.column_names:
+            column = table.column(field.name).cast(field.type)
+        elif field.nullable:
+            column = pa.nulls(table.num_rows, field.type)
+        else:
+            raise Damaged(f"column {field.name} is missing")
+        if column.null_count and not field.nullable:
+            raise Damaged(f"column {field.name} holds nulls")
+        columns.append(column)
+    return pa.table(columns, schema=SCHEMA)
+
+
+def _check_rows(table: pa.Table, vocabulary: int | None) -> None:
+    """Every sample by itself; values only of samples that take part in training."""
+    valid = table.column("invalid").is_null().to_numpy()  # [N]
+    limit = vocabulary if vocabulary is not None else np.iinfo(np.int32).max
+    prompts, completions, logprobs = (ragged(table, name) for name in ("prompt_ids", "completion_ids", "logprobs"))
+    lengths = np.diff(completions.offsets)  # [N]
+    _refuse(lengths != np.diff(logprobs.offsets), "completion_ids and logprobs differ in length")
+    _refuse(valid & (lengths == 0), "no completion token")
+    _refuse(valid & (np.diff(prompts.offsets) == 0), "no prompt token")
+    for column in (prompts, completions):
+        _refuse(
+            valid & _any(column, (column.values < 0) | (column.values >= limit)), f"a token id is not in [0, {limit})"
+        )
+    values = logprobs.values
+    _refuse(valid & _any(logprobs, ~np.isfinite(values)), "a logprob is not finite")
+    _refuse(valid & _any(logprobs, values > 0), "a logprob is positive")
+    _refuse(valid & _any(logprobs, values <= STAND_IN), f"a logprob is {STAND_IN:g}, the engine's stand-in for -inf")
+    reward = table.column("reward").to_numpy()  # [N], null as NaN
+    _refuse(valid & ~np.isfinite(reward), "no finite reward, and not marked invalid")
+    finish = np.array([reason in ("stop", "length") for reason in table.column("finish_reason").to_pylist()], bool)
+    _refuse(valid & ~finish, "finish_reason is neither stop nor length")
+    _check_spans(table, valid, lengths)
+
+
+def _check_spans(table: pa.Table, valid: np.ndarray, lengths: np.ndarray) -> None:
+    """Spans of versions cover the completion in order; the oldest is the one the row names."""
+    named = zip(table.column("version_term").to_pylist(), table.column("version_step").to_pylist(), strict=True)
+    rows = zip(table.column("spans").to_pylist(), lengths, named, strict=True)
+    for row, (spans, length, version) in enumerate(rows):
+        starts = [span["start"] for span in spans or []]
+        if not valid[row] and not starts:
+            continue
+        versions = [(span["term"], span["step"]) for span in spans or []]
+        if starts[:1] != [0] or starts != sorted(set(starts)) or (valid[row] and starts[-1] >= length):
+            raise Damaged(f"row {row}: spans {starts} do not cover the completion in order")
+        if min(versions) != version or min(version) < 0:
+            raise Damaged(f"row {row}: version {version} is not the oldest of its spans {versions}")
+
+
+def _check_groups(table: pa.Table, group_size: int | None) -> None:
+    """Whole groups only: an index's samples lie together, numbered from 0, and share their prompt."""
+    if table.num_rows == 0:
+        raise Damaged("no rows")
+    index, sample = table.column("index").to_numpy(), table.column("sample").to_numpy()  # [N]
+    first = _first_rows(index)
+    sizes = np.diff(np.append(first, len(index)))
+    _refuse(index < 0, "index is negative")
+    _refuse(sample != np.arange(len(index)) - np.repeat(first, sizes), "samples of a group are not numbered from 0 on")
+    if len(np.unique(index)) != len(first):
+        raise Damaged("samples of one index lie apart")
+    if group_size is not None and (sizes != group_size).any():
+        raise Damaged(f"a group has {sizes[sizes != group_size][0]} samples, not {group_size}")
+    prompts = ragged(table, "prompt_ids")
+    for start, size in zip(first, sizes, strict=True):
+        bounds = prompts.offsets[start : start + size + 1]
+        prompt, block = prompts.values[bounds[0] : bounds[1]], prompts.values[bounds[0] : bounds[-1]]
+        if (np.diff(bounds) != len(prompt)).any() or (block != np.tile(prompt, size)).any():
+            raise Damaged(f"row {start}: samples of one group have different prompt_ids")
+
+
+def _first_rows(index: np.ndarray) -> np.ndarray:
+    """The row at which each group starts. Example: index [4, 4, 9, 9] gives [0, 2]."""
+    return np.flatnonzero(np.append(True, index[1:] != index[:-1])) if len(index) else np.zeros(0, np.int64)
+
+
+def _any(column: Ragged, flags: np.ndarray) -> np.ndarray:
+    """Whether a flag is set in each row: flags [T] → [N]."""
+    running = np.concatenate([[0], np.cumsum(flags)])
+    return np.diff(running[column.offsets]) > 0
+
+
+def _refuse(broken: np.ndarray, rule: str) -> None:
+    if broken.any():
+        raise Damaged(f"row {int(np.argmax(broken))}: {rule}")
+
+
+def ragged(table: pa.Table, name: str) -> Ragged:
+    """A list column as numpy, without copying: views of the table's memory, read-only, alive as long as it.
+
+    The table must come from `decode` (or be one chunk); a slice of it works.
+    """
+    column = table.column(name)
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+    if array.values.null_count:
+        raise Damaged(f"column {name} holds nulls inside its lists")
+    values = array.values.to_numpy()
+    return Ragged(values[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+
+def rows(table: pa.Table, start: int, stop: int) -> list[RolloutGroup]:
+    """The groups in rows start … stop-1, which must be whole, as Python objects (slow: some 10,000 rows/s)."""
+    part = table.slice(start, stop - start).to_pylist()
+    groups: list[RolloutGroup] = []
+    for row in part:
+        if not groups or groups[-1].index != row["index"]:
+            assert row["sample"] == 0, f"row range {start}:{stop} cuts a group"
+            groups.append(
+                RolloutGroup(
+                    index=row["index"],
+                    set=row["set"],
+                    prompt=row["prompt"],
+                    answer=row["answer"],
+                    prompt_ids=row["prompt_ids"],
+                    rollouts=[],
+                    created=row["created"],
+                )
+            )
+        groups[-1].rollouts.append(_rollout(row))
+    return groups
+
+
+def _rollout(row: dict[str, Any]) -> Rollout:
+    return Rollout(
+        completion_ids=row["completion_ids"],
+        logprobs=row["logprobs"],
+        completion=row["completion"],
+        finish_reason=row["finish_reason"],
+        reward=row["reward"],
+        rewards=dict(row["rewards"] or []),
+        invalid=row["invalid"],
+        spans=[(span["start"], Version(span["term"], span["step"])) for span in row["spans"] or []],
+    )

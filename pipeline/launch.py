@@ -1,0 +1,119 @@
+"""Entry point of the trainer's container: check what can be checked, then start torchrun.
+
+`python -m pipeline.launch` validates configuration, model folder and store first, so that a user's error costs
+seconds and one line (termination message, exit 3), not a rendezvous. torchrun runs in this very process, driven by
+its PET_* variables, so that the first failing rank's exit code becomes the container's.
+"""
+
+import asyncio
+import json
+import os
+import pathlib
+import sys
+import tempfile
+
+import pydantic
+
+from pipeline import config as configuration
+from pipeline import output, termination
+from pipeline.algorithms.registry import ALGORITHMS
+from pipeline.config import RunConfig
+from pipeline.storage import StorageError, open_storage
+from pipeline.storage.check import probe
+
+
+def main() -> None:
+    if termination.path() is None:  # the ranks' exit reasons are wanted here, even if nobody else reads them
+        os.environ[termination.FILE_VARIABLE] = os.path.join(tempfile.mkdtemp(prefix="miles-"), "termination")
+    termination.clear()
+    try:
+        check(load())
+    except (ValueError, StorageError) as error:
+        termination.report(str(error))
+        sys.exit(termination.USER_ERROR)
+    sys.exit(torchrun(["-m", "pipeline.trainer"]))
+
+
+def load() -> RunConfig:
+    """The RunConfig that MILES_CONFIG names; raises ValueError with one line for all that is wrong with it."""
+    try:
+        return configuration.load()
+    except KeyError:
+        raise ValueError(f"{configuration.CONFIG_VARIABLE} is not set; it names the run's configuration file") from None
+    except OSError as error:
+        raise ValueError(f"{configuration.CONFIG_VARIABLE}: {error.filename}: {error.strerror}") from None
+    except pydantic.ValidationError as error:
+        faults = [".".join(map(str, fault["loc"])) + ": " + fault["msg"] for fault in error.errors()]
+        raise ValueError("configuration: " + "; ".join(faults)) from None
+
+
+def check(config: RunConfig) -> None:
+    """Raise ValueError or StorageError, one line each, for what would fail later on."""
+    check_algorithm(config)
+    check_model(config)
+    asyncio.run(check_store(config))
+
+
+def check_algorithm(config: RunConfig) -> None:
+    algorithm = config.algorithm
+    entry = ALGORITHMS.get(algorithm.type)
+    if entry is None:
+        raise ValueError(f"algorithm.type: {algorithm.type!r} is not available; choose one of {', '.join(ALGORITHMS)}")
+    if algorithm.group_size < entry.minimum_group_size:
+        raise ValueError(
+            f"algorithm.group_size: {algorithm.group_size} is too small; {algorithm.type} compares the samples of a "
+            f"prompt and needs at least {entry.minimum_group_size}"
+        )
+    if algorithm.prompts_per_step % algorithm.updates_per_step:
+        raise ValueError(
+            f"algorithm.updates_per_step: {algorithm.updates_per_step} does not divide prompts_per_step "
+            f"({algorithm.prompts_per_step})"
+        )
+
+
+def check_model(config: RunConfig) -> None:
+    """The folder must hold config.json, a tokenizer and every safetensors file that its index names."""
+    folder = pathlib.Path(config.model.path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model.path: {folder} holds no config.json; fetch the model first (python -m pipeline.fetch)")
+    try:
+        architectures = json.loads((folder / "config.json").read_text()).get("architectures")
+    except ValueError:
+        raise ValueError(f"model.path: {folder}/config.json is not JSON; fetch the model again") from None
+    if not architectures or not architectures[0].endswith("ForCausalLM"):
+        raise ValueError(f"model.uri: {config.model.uri} is {architectures}, not a causal language model")
+    index = folder / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    if missing:
+        raise ValueError(
+            f"model.path: {folder} lacks {missing[0]}; weights are read from safetensors files only, convert the model"
+        )
+
+
+async def check_store(config: RunConfig) -> None:
+    """The run's prefix must keep the store's promises, and the output's must at least answer."""
+    store = config.store
+    await probe(open_storage(store.uri, store.endpoint, store.region))
+    if config.output is not None:
+        await output.check(open_storage(config.output.uri, store.endpoint, store.region), config)
+
+
+def torchrun(arguments: list[str]) -> int:
+    """Run `arguments` under torchrun as PET_* say; the exit code of the first rank that failed, 0 if none did."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.run(run.parse_args(arguments))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else termination.FAILED
+    except SignalException:
+        return termination.STOPPED if termination.STOPPED_PREFIX in termination.text() else termination.FAILED
+    return termination.COMPLETE
+
+
+if __name__ == "__main__":
+    main()

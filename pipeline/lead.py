@@ -1,0 +1,212 @@
+"""What rank 0 does beside training: it leads the run through the store.
+
+It owns the coordinator and its task, asks for evaluations, records metrics, answers on HTTP, deletes weights that
+nobody will ask for again, and ends the run. All of it runs in one event loop (see background); the training thread
+of rank 0 hands coroutines in and reads plain attributes.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+from pipeline import metrics, output, status, weights
+from pipeline.clock import Clock
+from pipeline.config import RunConfig
+from pipeline.coordinator import Coordinator
+from pipeline.metrics import Row
+from pipeline.scoreboard import Scoreboard, numbers
+from pipeline.status import StatusServer
+from pipeline.storage import Storage, open_storage
+from pipeline.trainer_log import Plan
+from pipeline.versions import Version
+
+log = logging.getLogger(__name__)
+
+RECENT_STEPS = 20
+"""Steps over which the remaining time is estimated."""
+
+
+class Lead:
+    def __init__(
+        self, config: RunConfig, storage: Storage, clock: Clock, randomness: random.Random, pause: Callable[[], None]
+    ) -> None:
+        """`pause` asks the training loop to checkpoint and stop; called in the event loop's thread."""
+        self.config, self.storage, self.clock = config, storage, clock
+        self.coordinator = Coordinator(storage, config, clock, randomness)
+        self.scoreboard = Scoreboard(config, self.coordinator, clock)
+        self.recorder = metrics.Recorder(storage, metrics.run_folder())
+        self.server = StatusServer("miles_trainer", self.status, self.gauges, self._unready, pause)
+        self.phase = "starting"
+        self.started = clock.now()
+        self.step = 0
+        self.checkpointed: Version | None = None
+        self.rows: list[Row] = []
+        self.versions: list[Version] = []  # of weights: the newest few, oldest first
+        self._task: asyncio.Task[None] | None = None
+
+    async def serve(self) -> None:
+        """Raises ValueError if the port is taken."""
+        await status.serve(self.server)
+
+    async def take_over(self, state: dict[str, Any] | None, step: int) -> int:
+        """Fence the predecessor, restore the coordinator, let it run; returns the term. Raises Fenced."""
+        await self.coordinator.take_over(state)
+        self.step = step
+        await self.scoreboard.collect(step)
+        self.versions = sorted(await weights.published(self.storage))
+        self._task = asyncio.create_task(self.coordinator.run())
+        return self.coordinator.term
+
+    async def next_plan(self, step: int) -> Plan:
+        return await self.coordinator.next_plan(step)
+
+    def check(self) -> None:
+        """Raise whatever ended the coordinator's task."""
+        if self._task is not None and self._task.done():
+            self._task.result()
+
+    async def publish(self, version: Version) -> None:
+        """The weights of `version` lie in the store: announce them, have them evaluated if that is due."""
+        await self.coordinator.publish(version)
+        await self.scoreboard.ask(version)
+        keep = set(self.scoreboard.pending.values())
+        await self._collect()
+        best = self.scoreboard.best()
+        if best is not None:
+            keep.add(Version(*best["version"]))
+        self.versions = [*self.versions, version][-(self.config.algorithm.max_staleness + 2) :]
+        await weights.collect(self.storage, keep | set(self.versions))
+
+    async def record(self, version: Version, row: Row) -> None:
+        """The step behind `version` is trained."""
+        self.step = version.step
+        self.rows.append(row)
+        await self.recorder.record(version, row, self.clock.now())
+
+    async def _collect(self) -> None:
+        for step, result in (await self.scoreboard.collect(self.step)).items():
+            scores = {
+                f"{name}/{metric}": value
+                for name, values in result["sets"].items()
+                for metric, value in numbers(values)
+            }
+            self.recorder.evaluation(Version(self.coordinator.term, step), scores, self.clock.now())
+
+    # The end
+
+    async def finish(self, version: Version) -> None:
+        """All steps are trained and checkpointed: last evaluation, stop record, delivery, summary."""
+        self.phase = "evaluating"
+        await self.scoreboard.wait()
+        await self._collect()
+        await self.coordinator.stop("complete")
+        self.phase = "delivering"
+        delivered = await self._deliver(version)
+        self._summarise(version, delivered)
+        self.phase = "complete"
+        self.recorder.close()
+
+    async def _deliver(self, final: Version) -> Version | None:
+        if self.config.output is None:
+            return None
+        result = self.scoreboard.results.get(final.step)
+        if self.config.output.what == "best":
+            result = self.scoreboard.best() or result
+        version = Version(*result["version"]) if result else final
+        store = self.config.store
+        target = open_storage(self.config.output.uri, store.endpoint, store.region)
+        await output.deliver(self.storage, target, self.config, version, result["sets"] if result else {})
+        return version
+
+    def _summarise(self, version: Version, delivered: Version | None) -> None:
+        folder = metrics.run_folder()
+        if folder is None:
+            return
+        statistics = self.coordinator.statistics()
+        content = {
+            "run_id": self.config.run_id,
+            "steps": version.step,
+            "term": version.term,
+            "duration_s": self.clock.now() - self.started,
+            "evaluation": self.scoreboard.improvement(),
+            "dropped": statistics["dropped"],
+            "samples_per_s": metrics.steady_rate(self.rows, "perf/samples_per_s"),
+            "tokens_per_s": metrics.steady_rate(self.rows, "perf/tokens_per_s"),
+            "peak_memory_gib": max((row["perf/peak_memory_gib"] for row in self.rows), default=None),
+            "output": {"uri": self.config.output.uri, "version": list(delivered)}
+            if self.config.output and delivered
+            else None,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".summary-{os.getpid()}.json"
+        temporary.write_text(json.dumps(status.finite(content), indent=1))
+        temporary.replace(folder / "summary.json")
+
+    async def fail(self, reason: str) -> None:
+        """Trying again cannot help: say so to the workers."""
+        await self.coordinator.stop(reason)
+
+    async def close(self) -> None:
+        await self.server.stop()
+
+    # What is told
+
+    def queue(self) -> Row:
+        """async/* of the moment."""
+        statistics = self.coordinator.statistics()
+        return {
+            "async/queue_size": float(statistics["queue_groups"]),
+            "async/running_groups": float(statistics["running"]),
+            "async/writers": float(statistics["writers"]),
+            "async/dropped_stale": 0.0,
+            "perf/generated_tokens_per_s": float(statistics["generated_tokens_per_s"]),
+            **{f"async/dropped_{reason}": float(count) for reason, count in statistics["dropped"].items()},
+        }
+
+    def gauges(self) -> Row:
+        return {**self.recorder.latest, **self.queue(), "step": float(self.step)}
+
+    def status(self) -> dict[str, Any]:
+        row, statistics = self.recorder.latest, self.coordinator.statistics()
+        version = self.coordinator.version
+        return {
+            "phase": self.phase,
+            "step": self.step,
+            "total_steps": self.config.algorithm.total_steps,
+            "version": list(version) if version else None,
+            "waiting_for": self.coordinator.waiting_for if self.phase == "waiting" else None,
+            "reward_mean": row.get("reward/mean"),
+            "reward": {name.split("/")[1]: value for name, value in row.items() if metrics.is_part(name)},
+            "response_length_mean": row.get("response_length/mean"),
+            "tokens_per_s": {
+                "trained": row.get("perf/tokens_per_s"),
+                "generated": statistics["generated_tokens_per_s"],
+            },
+            "samples_per_s": row.get("perf/samples_per_s"),
+            "staleness_mean": row.get("async/staleness_mean"),
+            "staleness_max": row.get("async/staleness_max"),
+            "queue_groups": statistics["queue_groups"],
+            "dropped": statistics["dropped"],
+            "eta_s": self._eta_s(),
+            "evaluation": self._newest_evaluation(),
+            "checkpoint_step": self.checkpointed.step if self.checkpointed else None,
+            "writers": statistics["writers"],
+            "peak_memory_gib": row.get("perf/peak_memory_gib"),
+        }
+
+    def _unready(self) -> str | None:
+        return "the model to be loaded" if self.phase == "starting" else None
+
+    def _eta_s(self) -> float | None:
+        recent = [row["perf/step_s"] for row in self.rows[-RECENT_STEPS:]]
+        return (self.config.algorithm.total_steps - self.step) * sum(recent) / len(recent) if recent else None
+
+    def _newest_evaluation(self) -> dict[str, Any]:
+        """Set → {metric: value, "step"}."""
+        results = self.scoreboard.results
+        sets = results[max(results)]["sets"] if results else {}
+        return {name: {**dict(numbers(values)), "step": max(results)} for name, values in sets.items()}

@@ -1,0 +1,121 @@
+"""What the trainer and its workers tell each other through the store: keys, and two small JSON objects.
+
+control/state.json is written by the trainer of the highest term alone, writers/<ulid>.json by that worker alone.
+    control: {"term", "step", "version": [term, step] | null, "writers": {ulid: {"instance", "leases": [[index,
+              minimum step], …], "acknowledged", "final"}}, "evaluation": {"step", "version", "writer"} | null,
+              "stop": reason | null, "replaying"}
+    writer:  {"ulid", "instance", "version": [term, step] | null, "sequence", "draining", "handed_back": [index, …],
+              "failures": {index: reason}, "statistics", "refreshed"}
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+from pipeline.versions import Version
+
+CONTROL_KEY = "control/state.json"
+WRITERS_FOLDER = "writers"
+
+
+def writer_key(ulid: str) -> str:
+    return f"{WRITERS_FOLDER}/{ulid}.json"
+
+
+def shard_key(ulid: str, sequence: int) -> str:
+    return f"rollouts/v1/{ulid}/{sequence:020d}.parquet"
+
+
+def evaluation_key(step: int) -> str:
+    """The result; the worker creates it last, after the samples beside it (.parquet)."""
+    return f"evaluations/v1/s{step:020d}.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class WriterEntry:
+    """What the trainer says about one writer incarnation."""
+
+    instance: str
+    leases: dict[int, int]
+    """Prompt index → lowest step of a version it may be generated with."""
+    acknowledged: int
+    """Sequence number of the next shard the trainer expects."""
+    final: int | None = None
+    """Revoked: shards from this sequence number on do not count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationRequest:
+    step: int
+    """Names the result: evaluation_key(step)."""
+    version: Version
+    writer: str
+    """ULID of the writer asked to load `version` and evaluate it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ControlState:
+    term: int
+    step: int
+    """Finished optimizer steps."""
+    version: Version | None
+    """Policy that workers should load; None: none is published yet."""
+    writers: dict[str, WriterEntry]
+    evaluation: EvaluationRequest | None = None
+    stop: str | None = None
+    """Why the run ended; None: it goes on."""
+    replaying: bool = False
+    """A restarted trainer repeats logged steps: leases are those of its predecessor, none is granted."""
+
+    def encode(self) -> bytes:
+        content = dataclasses.asdict(self)
+        for ulid, entry in self.writers.items():
+            content["writers"][ulid]["leases"] = sorted(entry.leases.items())
+        return json.dumps(content).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "ControlState":
+        content = json.loads(data)
+        content["version"] = _version(content["version"])
+        content["writers"] = {
+            ulid: WriterEntry(**{**entry, "leases": dict(entry["leases"])})
+            for ulid, entry in content["writers"].items()
+        }
+        request = content["evaluation"]
+        content["evaluation"] = request and EvaluationRequest(**{**request, "version": Version(*request["version"])})
+        return cls(**content)
+
+
+@dataclasses.dataclass(frozen=True)
+class Heartbeat:
+    """What one writer incarnation says about itself."""
+
+    ulid: str
+    instance: str
+    """Name of its slot (pod, or rollout-0): a newer incarnation of the same slot proves the older one dead."""
+    version: Version | None = None
+    """Policy it has loaded."""
+    sequence: int = 0
+    """Sequence number of the next shard it will write."""
+    draining: bool = False
+    """It is about to leave: grant nothing."""
+    handed_back: tuple[int, ...] = ()
+    failures: dict[int, str] = dataclasses.field(default_factory=dict)
+    statistics: dict[str, float] = dataclasses.field(default_factory=dict)
+    refreshed: float = 0.0
+    """Seconds since the epoch, by the worker's clock; for people, the protocol uses the store's."""
+
+    def encode(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Heartbeat":
+        content: dict[str, Any] = json.loads(data)
+        content["version"] = _version(content["version"])
+        content["handed_back"] = tuple(content["handed_back"])
+        content["failures"] = {int(index): reason for index, reason in content["failures"].items()}
+        return cls(**content)
+
+
+def _version(pair: list[int] | None) -> Version | None:
+    return Version(*pair) if pair is not None else None

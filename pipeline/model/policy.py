@@ -1,0 +1,178 @@
+"""Building the policy from a Hugging Face folder, and its forward pass."""
+
+import functools
+from typing import Any
+
+import peft
+import torch
+import transformers
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.batching import EXAMPLE, MicroBatch
+from pipeline.config import LoraConfig, RunConfig, TrainerConfig
+from pipeline.model import attention
+from pipeline.model.logprobs import token_logprobs
+
+
+class Policy(nn.Module):
+    """`model` is a transformers causal model, or a PEFT model around one. Always in evaluation mode: no dropout."""
+
+    def __init__(self, model: nn.Module, temperature: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.dtype = dtype
+        """What it computes in; parameters that are trained may be kept in float32."""
+        self.train(False)
+
+    @property
+    def base(self) -> transformers.PreTrainedModel:
+        """The transformers model itself; with LoRA, the adapted one."""
+        return self.model.get_base_model() if isinstance(self.model, peft.PeftModel) else self.model  # type: ignore[return-value]
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's layers, in order: the units of sharding, compilation and recomputation."""
+        count = self.base.config.get_text_config().num_hidden_layers
+        lists = [part for part in self.base.base_model.children() if isinstance(part, nn.ModuleList)]
+        return list(next(layers for layers in lists if len(layers) == count))
+
+    def train(self, mode: bool = True) -> "Policy":
+        """Stays in evaluation mode; whether gradients flow is the caller's choice (torch.no_grad)."""
+        return super().train(False)
+
+    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies (nats) of the R response tokens at the sampling temperature, float32 [R]."""
+        device = next(self.parameters()).device
+        hidden = self.base.base_model(
+            input_ids=torch.as_tensor(micro_batch.input_ids, device=device)[None],
+            position_ids=torch.as_tensor(micro_batch.position_ids, device=device)[None],
+            blocks=attention.blocks(micro_batch, device),
+            use_cache=False,
+        ).last_hidden_state[0]
+        source = torch.as_tensor(micro_batch.source, device=device)
+        target = torch.as_tensor(micro_batch.target, device=device)
+        return token_logprobs(hidden[source], self.base.get_output_embeddings().weight, target, self.temperature)
+
+    @torch.no_grad()
+    def score(self, micro_batch: MicroBatch) -> Tensor:
+        """Log-probabilities [R] without a gradient: π_old."""
+        return self(micro_batch)[0]
+
+    @torch.no_grad()
+    def reference(self, micro_batch: MicroBatch) -> Tensor:
+        """Log-probabilities [R] of the frozen base, its adapter disabled. LoRA only."""
+        assert isinstance(self.model, peft.PeftModel), "full fine-tuning needs a second, frozen policy as its reference"
+        with self.model.disable_adapter():
+            return self(micro_batch)[0]
+
+
+def build(config: RunConfig, device: torch.device, *, frozen: bool = False) -> Policy:
+    """The policy of `config`, on the CPU and whole (see distributed.shard), to compute on `device`.
+
+    Trained parameters are float32 whatever it computes in, frozen ones of the type it computes in. `frozen`: nothing
+    is trained, as in the reference of full fine-tuning. Raises ValueError for a model that cannot be trained.
+    """
+    trainer = config.trainer
+    dtype = compute_dtype(trainer, device)
+    trains_all = trainer.lora is None and not frozen
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        config.model.path,
+        dtype=torch.float32 if trains_all else dtype,
+        attn_implementation="sdpa",
+        use_safetensors=True,
+        trust_remote_code=config.model.trust_remote_code,
+        local_files_only=True,
+    )
+    model.requires_grad_(trains_all)
+    _check_window(model, config)
+    temperature = config.algorithm.sampling.temperature
+    _check_scores(Policy(model, temperature, dtype), config.model.uri)
+    if trainer.lora is not None and not frozen:
+        model = _with_adapter(model, trainer.lora, config)
+    policy = Policy(model, temperature, dtype)
+    for layer in policy.layers:
+        _optimise(layer, trainer)
+    return policy
+
+
+def compute_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype:
+    if trainer.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, trainer.dtype)
+
+
+def _with_adapter(model: Any, lora: LoraConfig, config: RunConfig) -> peft.PeftModel:
+    """The adapter starts as zero; its random half is the same on every rank and in every attempt."""
+    alpha: Any = lora.alpha  # PEFT divides it by the rank; it need not be whole
+    settings = peft.LoraConfig(
+        r=lora.rank, lora_alpha=alpha, target_modules=lora.targets, lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.trainer.seed)
+        try:
+            adapted = peft.get_peft_model(model, settings)
+        except ValueError as error:
+            raise ValueError(f"trainer.lora.targets: {lora.targets}: {error}") from None
+    base: Any = adapted.get_base_model()
+    if any(isinstance(part, BaseTunerLayer) for part in (base.get_input_embeddings(), base.get_output_embeddings())):
+        raise ValueError(
+            f"trainer.lora.targets: {lora.targets} includes the embedding or the head, which cannot carry an adapter; "
+            "leave them out"
+        )
+    settings.target_modules = sorted(settings.target_modules)  # type: ignore[arg-type]
+    settings.base_model_name_or_path = config.model.uri
+    return adapted  # type: ignore[return-value]
+
+
+def _optimise(layer: nn.Module, trainer: TrainerConfig) -> None:
+    # Both replace `forward` of the layer itself, so that no parameter changes its name.
+    if trainer.compile:
+        layer.forward = torch.compile(layer.forward)
+    if trainer.activation_checkpointing:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _check_window(model: transformers.PreTrainedModel, config: RunConfig) -> None:
+    text = model.config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
+    slides = "sliding_attention" in kinds if kinds else getattr(text, "use_sliding_window", True)
+    if window and slides and window < config.rollout.max_model_len:
+        raise ValueError(
+            f"model.uri: {config.model.uri} attends to the last {window} tokens only, which is not supported; set "
+            f"rollout.max_model_len (now {config.rollout.max_model_len}) to at most {window}"
+        )
+
+
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+
+def _check_scores(policy: Policy, name: str) -> None:
+    """Compare with transformers' own forward pass on two short samples of one prompt; switches the attention over.
+
+    Catches whatever this module would leave out in silence: soft-capped or scaled logits, a bias of the head, layers
+    that mix tokens by anything but attention, attention or positions that ignore what they are given.
+    """
+    expected = torch.cat([_stock_logprobs(policy, row) for row in (0, 1)])
+    try:
+        policy.base.set_attn_implementation(attention.NAME)
+        worst = float((policy.score(EXAMPLE) - expected).abs().max())
+    except (TypeError, AttributeError, StopIteration) as error:
+        raise ValueError(f"model.uri: {name} ({type(policy.base).__name__}) cannot be trained: {error}") from None
+    if not worst <= _TOLERANCE[policy.base.dtype]:
+        raise ValueError(
+            f"model.uri: {name} ({type(policy.base).__name__}) cannot be trained: the log-probabilities of packed "
+            f"samples differ by {worst:.3g} from the model's own"
+        )
+
+
+@torch.no_grad()
+def _stock_logprobs(policy: Policy, row: int) -> Tensor:
+    """Of one completion of EXAMPLE by itself."""
+    prompt = torch.as_tensor(EXAMPLE.input_ids[EXAMPLE.segment == 0])
+    completion = torch.as_tensor(EXAMPLE.target[EXAMPLE.row == row])
+    logits = policy.base(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+    return (logits.float() / policy.temperature).log_softmax(-1).gather(1, completion[:, None]).squeeze(1)

@@ -1,0 +1,154 @@
+"""Real rollouts for the report's browser: some samples of some steps, as they lie in the store."""
+
+import importlib
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from pipeline.algorithms.registry import ALGORITHMS
+from pipeline.config import RunConfig
+from pipeline.experience import Rollout, RolloutGroup
+from pipeline.report import history
+from pipeline.report.history import History
+from pipeline.storage import Storage
+from pipeline.versions import Version
+
+STEPS = 40
+SAMPLES = 16
+"""Samples of one step that are shown."""
+CHARACTERS = 12_000_000
+"""Of all texts together; beyond it each text is cut shorter."""
+TEXT_LIMITS = (8000, 2000, 500)
+"""Characters of one text, tried in order."""
+
+Estimator = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+"""(rewards [N] float64, valid [N] bool, group number [N]) → advantages [N]."""
+Chosen = list[tuple[RolloutGroup, list[float | None]]]
+"""Groups, each with the advantages of its samples."""
+
+
+async def browse(storage: Storage, config: RunConfig, past: History) -> tuple[dict[str, Any], list[str]]:
+    """{trained, evaluated}, each [{step, groups}] for page.js, and what was left out."""
+    plans = history.thin(list(past.plans.values()), STEPS)
+    estimator = estimator_of(config)
+    trained: list[tuple[int, Chosen]] = []
+    for plan in plans:
+        groups = await history.groups(storage, plan)
+        if groups:
+            trained.append((plan.step, pick(groups, advantages(groups, estimator))))
+    evaluated: list[tuple[int, Chosen]] = []
+    for step in history.thin(list(past.evaluations), STEPS):
+        groups = await history.evaluated(storage, step)
+        if groups:
+            evaluated.append((step, pick(groups, advantages(groups, None))))
+    limit = next((each for each in TEXT_LIMITS if characters(trained + evaluated, each) <= CHARACTERS), TEXT_LIMITS[-1])
+    shown = {
+        "trained": [
+            {"step": step, "groups": [describe(each, limit, step) for each in chosen]} for step, chosen in trained
+        ],
+        "evaluated": [
+            {"step": step, "groups": [describe(each, limit) for each in chosen]} for step, chosen in evaluated
+        ],
+    }
+    return shown, omissions(past, len(plans), len(trained), limit, estimator is None)
+
+
+def estimator_of(config: RunConfig) -> Estimator | None:
+    """The algorithm's own advantages; None where their module cannot be imported: it holds the loss too (torch)."""
+    try:
+        found: Estimator = importlib.import_module(ALGORITHMS[config.algorithm.type].module).advantages
+    except ImportError:
+        return None
+    return found
+
+
+def advantages(groups: list[RolloutGroup], estimator: Estimator | None) -> list[list[float | None]]:
+    """Per group, as the trainer computed them from the whole step; None where a sample takes no part."""
+    if estimator is None:
+        return [[None] * len(group.rollouts) for group in groups]
+    samples = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
+    valid = np.array([rollout.invalid is None and rollout.reward is not None for _, rollout in samples], bool)
+    rewards = np.array([np.nan if rollout.reward is None else rollout.reward for _, rollout in samples], np.float64)
+    estimates = estimator(rewards, valid, np.array([number for number, _ in samples]))
+    found = iter([float(value) if took_part else None for value, took_part in zip(estimates, valid, strict=True)])
+    return [[next(found) for _ in group.rollouts] for group in groups]
+
+
+def pick(groups: list[RolloutGroup], estimates: list[list[float | None]]) -> Chosen:
+    """As many whole groups as SAMPLES allow, at least one, evenly spread over the step."""
+    largest = max(len(group.rollouts) for group in groups)
+    return history.thin(list(zip(groups, estimates, strict=True)), max(1, SAMPLES // max(1, largest)))
+
+
+def describe(chosen: tuple[RolloutGroup, list[float | None]], limit: int, step: int | None = None) -> dict[str, Any]:
+    """`step`: the optimizer step that trained the group."""
+    group, estimates = chosen
+    rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+    return {
+        "index": group.index,
+        "set": group.set,
+        "prompt": shortened(group.prompt, limit),
+        "answer": None if group.answer is None else shortened(group.answer, limit),
+        "mean": statistics.fmean(rewards) if rewards else None,
+        "size": len(group.rollouts),
+        "samples": [
+            sample(rollout, limit)
+            # The trainer's version before the step, minus the oldest that made a token.
+            | {"advantage": advantage, "staleness": None if step is None else step - 1 - rollout.oldest.step}
+            for rollout, advantage in zip(group.rollouts[:SAMPLES], estimates[:SAMPLES], strict=True)
+        ],
+    }
+
+
+def sample(rollout: Rollout, limit: int) -> dict[str, Any]:
+    return {
+        "response": shortened(rollout.completion, limit),
+        "reward": rollout.reward,
+        "rewards": sorted(rollout.rewards.items()),
+        "invalid": rollout.invalid,
+        "tokens": len(rollout.completion_ids),
+        "finish": rollout.finish_reason,
+        "version": policy([version for _, version in rollout.spans]),
+        "logprob": statistics.fmean(rollout.logprobs) if rollout.logprobs else None,
+    }
+
+
+def policy(versions: list[Version]) -> str:
+    """t1-s12, or t1-s12 … t1-s13 where the policy changed within the response."""
+    first, last = min(versions), max(versions)
+    names = [f"t{version.term}-s{version.step}" for version in (first, last)]
+    return names[0] if first == last else " … ".join(names)
+
+
+def shortened(text: str, limit: int) -> str:
+    """Beginning and end of `text`, together about `limit` characters."""
+    if len(text) <= limit:
+        return text
+    head = limit * 3 // 4
+    return f"{text[:head]}\n… {len(text) - limit:,} characters left out …\n{text[len(text) - (limit - head) :]}"
+
+
+def characters(steps: list[tuple[int, Chosen]], limit: int) -> int:
+    """Of all texts that would be shown."""
+    groups = [group for _, chosen in steps for group, _ in chosen]
+    texts = [
+        text for group in groups for text in (group.prompt, *(each.completion for each in group.rollouts[:SAMPLES]))
+    ]
+    return sum(min(len(text), limit) for text in texts)
+
+
+def omissions(past: History, wanted: int, found: int, limit: int, no_advantages: bool) -> list[str]:
+    said = []
+    if wanted < len(past.plans):
+        said.append(f"Rollouts of {wanted} of {len(past.plans)} steps are in this page, up to {SAMPLES} samples each.")
+    if found < wanted:
+        said.append(f"The rollouts of {wanted - found} of these steps are no longer in the store.")
+    if limit < TEXT_LIMITS[0]:
+        said.append(f"Texts are cut to {limit} characters.")
+    if no_advantages:
+        said.append(
+            "Advantages are missing: their module needs a package that is not installed here (extra `trainer`)."
+        )
+    return said

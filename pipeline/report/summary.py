@@ -1,0 +1,169 @@
+"""The head of a report and its configuration: what was run, how it went, what came out of it."""
+
+import itertools
+import re
+import statistics
+from typing import Any
+
+import pydantic
+
+from pipeline.config import RunConfig
+from pipeline.report import curves
+from pipeline.report.history import History
+
+SECRET = re.compile(r"(?<=://)[^/@\s]+@|(?<=[?&])[^=&\s]+=[^&\s]+")
+"""Credentials and query strings of URLs: a report is sent to others."""
+STOPPED = {"complete": ("Complete", "good"), "failed": ("Failed", "bad")}
+
+
+def of(config: RunConfig, past: History, delivery: dict[str, Any] | None) -> dict[str, Any]:
+    """All of the page's data but curves and rollouts."""
+    return {
+        "name": config.name,
+        "run_id": config.run_id,
+        "subtitle": subtitle(config),
+        "status": status(config, past),
+        "step": last_step(past),
+        "total_steps": config.algorithm.total_steps,
+        "duration_s": duration(past),
+        "summary": {"reward": reward(past), "speed": speed(past), "staleness": staleness(config, past)},
+        "drops": past.drops.most_common(),
+        "delivered": delivered(config, delivery),
+        "configuration": cards(config),
+        "attempts": changes(past),
+    }
+
+
+def subtitle(config: RunConfig) -> str:
+    algorithm, lora = config.algorithm, config.trainer.lora
+    parts = [
+        redacted(config.model.uri).removeprefix("hf://").rstrip("/").rsplit("/", 1)[-1],
+        algorithm.type,
+        f"LoRA rank {lora.rank}" if lora else "full fine-tuning",
+        f"{algorithm.prompts_per_step} prompts × {algorithm.group_size} samples a step",
+        f"learning rate {algorithm.learning_rate:g}",
+        f"staleness ≤ {algorithm.max_staleness}",
+    ]
+    return " · ".join(parts)
+
+
+def status(config: RunConfig, past: History) -> dict[str, str]:
+    notes = []
+    if past.takeovers > 1:
+        times = "once" if past.takeovers == 2 else f"{past.takeovers - 1} times"
+        notes.append(f"The trainer was restarted {times}; a step done again is shown once.")
+    if past.quarantined:
+        notes.append(f"Damaged shards set aside: {past.quarantined}; their prompts were generated again.")
+    if past.stop is None:
+        done = last_step(past)
+        label, tone = ("Running or interrupted" if done else "Starting"), ""
+        notes.insert(0, "The run has written no stop record: it goes on, or was interrupted.")
+    else:
+        label, tone = STOPPED.get(past.stop.reason, (f"Stopped: {past.stop.reason}", ""))
+    return {"label": label, "tone": tone, "detail": " ".join(notes)}
+
+
+def last_step(past: History) -> int:
+    return max([0, *past.metrics, *([past.stop.step] if past.stop else [])])
+
+
+def duration(past: History) -> float | None:
+    """Seconds from the start of the run to its last trained step."""
+    rows = [row for row in past.metrics.values() if row.get("time")]
+    if not rows:
+        return None
+    started = past.started or rows[0]["time"] - (rows[0].get("perf/step_s") or 0.0)
+    return max(0.0, max(row["time"] for row in rows) - started)
+
+
+def reward(past: History) -> dict[str, Any] | None:
+    values = _known(past, "reward/mean")
+    if not values:
+        return None
+    count = max(1, len(values) // 10)
+    detail = f"mean of the first and the last {count} steps" if count > 1 else "first and last step"
+    return {"first": statistics.fmean(values[:count]), "last": statistics.fmean(values[-count:]), "detail": detail}
+
+
+def speed(past: History) -> dict[str, Any] | None:
+    """Medians over all steps but the first two, in which caches fill and code compiles."""
+    samples, tokens = _steady(past, "perf/samples_per_s"), _steady(past, "perf/tokens_per_s")
+    wait, step = _steady(past, "async/wait_for_batch_s"), _steady(past, "perf/step_s")
+    if samples is None:
+        return None
+    details = [f"{tokens:,.0f} tokens/s" if tokens else "", f"trainer waits {wait / step:.0%}" if wait and step else ""]
+    return {"samples_per_s": samples, "detail": ", ".join(filter(None, details))}
+
+
+def staleness(config: RunConfig, past: History) -> dict[str, Any] | None:
+    mean, highest = _known(past, "async/staleness_mean"), _known(past, "async/staleness_max")
+    if not mean:
+        return None
+    detail = f"mean; at most {max(highest or mean):g} of {config.algorithm.max_staleness} allowed"
+    return {"mean": statistics.fmean(mean), "detail": detail}
+
+
+def delivered(config: RunConfig, delivery: dict[str, Any] | None) -> dict[str, str] | None:
+    if config.output is None:
+        return None
+    detail = f"step {delivery['version'][1]} ({config.output.what})" if delivery else "not delivered yet"
+    return {"uri": redacted(config.output.uri), "detail": detail}
+
+
+def cards(model: pydantic.BaseModel, title: str = "run") -> list[dict[str, Any]]:
+    """[{title, rows of (field, value, whether it differs from the default)}]: one for `model`, one for each part."""
+    rows: list[tuple[str, str, bool]] = []
+    parts: list[dict[str, Any]] = []
+    prefix = "" if title == "run" else f"{title}."
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if isinstance(value, pydantic.BaseModel):
+            parts += cards(value, f"{prefix}{name}")
+        elif isinstance(value, list) and value and isinstance(value[0], pydantic.BaseModel):
+            parts += [card for item in value for card in cards(item, f"{prefix}{name}: {getattr(item, 'name', '')}")]
+        else:
+            differs = field.is_required() or value != field.get_default(call_default_factory=True)
+            rows.append((name, spelled(value), differs))
+    return [{"title": title, "rows": rows}, *parts] if rows else parts
+
+
+def spelled(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {spelled(item)}" for key, item in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(spelled, value)) or "none"
+    return redacted(str(value))
+
+
+def redacted(text: str) -> str:
+    return SECRET.sub(lambda match: "…@" if match[0].endswith("@") else f"{match[0].split('=')[0]}=…", text)
+
+
+def changes(past: History) -> list[tuple[int, str, str, str]]:
+    """(attempt, field, before, after) of every field that an attempt changed."""
+    found = []
+    for (_, earlier), (number, later) in itertools.pairwise(past.attempts):
+        before, after = _flat(earlier), _flat(later)
+        for key in sorted({*before, *after} - {"run.attempt"}):
+            if before.get(key) != after.get(key):
+                found.append((number, key, before.get(key, "none"), after.get(key, "none")))
+    return found
+
+
+def _flat(config: RunConfig) -> dict[str, str]:
+    return {f"{card['title']}.{name}": text for card in cards(config) for name, text, _ in card["rows"]}
+
+
+def _known(past: History, name: str) -> list[float]:
+    return [value for value in curves.series(past, name) if value is not None]
+
+
+def _steady(past: History, name: str) -> float | None:
+    values = _known(past, name)
+    return statistics.median(values[2:] or values) if values else None

@@ -1,0 +1,13 @@
+"""Rewards: one a file. A run's reward is the weighted sum of the ones it lists (`scorer`).
+
+A user's own reward is a Python function, named `module:function` or `file.py:function`:
+
+    def correct(prompt, completion, answer, **metadata) -> float:
+        return 1.0 if completion.strip() == answer else 0.0
+
+prompt, completion and answer are text (answer is None where the data have none). Metadata are: `set` and `index`
+of the prompt, `messages` (None where the prompt is plain text), `tokens` and `finish_reason` (stop, length) of the
+completion, `max_new_tokens`, the other columns of the prompt's row by their own names, and the reward's
+`parameters`. A function receives those that it names, all of them if it takes **metadata. It runs in processes of
+its own without the run's credentials, may print, and must return a finite number within the reward's timeout.
+"""

@@ -1,0 +1,49 @@
+"""A reward behind a URL: POST {prompt, completion, answer, metadata}, which replies {"score": number}."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+
+from pipeline.rewards.process import RewardError
+
+CONCURRENT_REQUESTS = 32
+JSON = {"Content-Type": "application/json"}
+
+
+class Endpoint:
+    def __init__(self, name: str, url: str, timeout_s: float) -> None:
+        self.name, self._url = name, url
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._slots = asyncio.Semaphore(CONCURRENT_REQUESTS)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        self._session = aiohttp.ClientSession(timeout=self._timeout)
+
+    async def close(self) -> None:
+        if self._session:
+            await self._session.close()
+
+    async def score(self, arguments: dict[str, Any]) -> float:
+        """The replied score; raises RewardError where there is none in time."""
+        metadata = {key: value for key, value in arguments.items() if key not in ("prompt", "completion", "answer")}
+        body = {key: arguments[key] for key in ("prompt", "completion", "answer")}
+        reply = await self.post(self._url, {**body, "metadata": metadata})
+        if not isinstance(reply, dict) or not isinstance(reply.get("score"), int | float):
+            raise RewardError('the reply is not {"score": number}')
+        return float(reply["score"])
+
+    async def post(self, url: str, body: dict[str, Any]) -> Any:
+        assert self._session, "start() comes first"
+        async with self._slots:
+            try:
+                async with self._session.post(url, data=json.dumps(body, default=str), headers=JSON) as response:
+                    if response.status != 200:
+                        raise RewardError(f"{url} answered {response.status}: {(await response.text())[:200]}")
+                    return await response.json(content_type=None)
+            except TimeoutError:
+                raise RewardError(f"no answer within {self._timeout.total:g} s") from None
+            except (aiohttp.ClientError, ValueError) as error:
+                raise RewardError(f"{url}: {error}") from None

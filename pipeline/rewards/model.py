@@ -1,0 +1,37 @@
+"""A reward model behind vLLM's pooling server: the raw logit of its one label."""
+
+from typing import Any
+
+from pipeline.rewards.endpoint import Endpoint
+from pipeline.rewards.process import RewardError
+
+
+class RewardModel(Endpoint):
+    """`form`: what the model reads. chat: prompt and completion through its own chat template; text: one after the
+    other; ids: the policy's own token ids, for a reward model with the policy's tokenizer."""
+
+    def __init__(self, name: str, url: str, timeout_s: float, form: str = "chat") -> None:
+        super().__init__(name, url, timeout_s)
+        if form not in ("chat", "text", "ids"):
+            raise ValueError(f"reward {name}: parameter form is {form!r}; use chat, text or ids")
+        self._form = form
+
+    async def score(self, arguments: dict[str, Any]) -> float:
+        # Without use_activation a sigmoid would squash the score.
+        body = {**self._input(arguments), "task": "classify", "use_activation": False}
+        reply = await self.post(f"{self._url.rstrip('/')}/pooling", body)
+        try:
+            data = reply["data"][0]["data"]
+        except (LookupError, TypeError):
+            raise RewardError("the reply is not that of a pooling server") from None
+        if not isinstance(data, list) or len(data) != 1:
+            raise RewardError("the reward model must have exactly one label")
+        return float(data[0])
+
+    def _input(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        if self._form == "ids":
+            return {"input": [[*arguments["prompt_ids"], *arguments["completion_ids"]]]}
+        if self._form == "text":
+            return {"input": arguments["prompt"] + arguments["completion"]}
+        prompt = arguments["messages"] or [{"role": "user", "content": arguments["prompt"]}]
+        return {"messages": [*prompt, {"role": "assistant", "content": arguments["completion"]}]}

@@ -1,0 +1,123 @@
+"""What a completion is worth: the weighted sum of the run's rewards, each under its own timeout.
+
+A reward that raises, hangs, dies or gives NaN, an infinity or no number costs that sample alone, and is told as a
+reason: the sample takes no part in training (dropSample), or that reward counts as 0 (zero).
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from pipeline.config import RewardConfig
+from pipeline.rewards.endpoint import Endpoint
+from pipeline.rewards.model import RewardModel
+from pipeline.rewards.process import FunctionProcesses, RewardError
+from pipeline.rewards.registry import LIBRARY
+
+MOST_PROCESSES = 4
+DEFAULT = RewardConfig(name="generator", library="generator")
+"""For runs that list no reward: the generator's own scorer."""
+LIBRARY_MEMORY_MIB = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    total: float | None
+    """Weighted sum; None: unscorable."""
+    parts: dict[str, float]
+    """Unweighted, by reward; a reward that failed is missing, or 0 under onError: zero."""
+    invalid: str | None
+    """Which reward failed, and how, where that costs the sample."""
+
+
+class Reward(Protocol):
+    name: str
+
+    async def start(self) -> None: ...
+
+    async def score(self, arguments: dict[str, Any]) -> float: ...
+
+    async def close(self) -> None: ...
+
+
+class Scorer:
+    """An asynchronous context manager. Raises ValueError for rewards that cannot be started."""
+
+    def __init__(self, configs: Sequence[RewardConfig]) -> None:
+        self.configs = list(configs) or [DEFAULT]
+        names = [config.name for config in self.configs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"rewards: names must be distinct; they are {names}")
+        self._rewards = [make(config) for config in self.configs]
+        self.failures: collections.Counter[str] = collections.Counter()
+        """Samples that a reward failed on, by its name."""
+
+    async def __aenter__(self) -> "Scorer":
+        try:
+            await asyncio.gather(*(reward.start() for reward in self._rewards))
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for reward in self._rewards:
+            with contextlib.suppress(Exception):
+                await reward.close()
+
+    async def score(self, arguments: dict[str, Any]) -> Score:
+        """One completion, given by the keyword arguments that `pipeline.rewards` describes."""
+        values = await asyncio.gather(
+            *(self._part(*pair, arguments) for pair in zip(self.configs, self._rewards, strict=True))
+        )
+        parts: dict[str, float] = {}
+        invalid = None
+        for config, value in zip(self.configs, values, strict=True):
+            if isinstance(value, float):
+                parts[config.name] = value
+                continue
+            self.failures[config.name] += 1
+            if config.on_error == "zero":
+                parts[config.name] = 0.0
+            else:
+                invalid = invalid or f"reward {config.name}: {value}"
+        if invalid:
+            return Score(None, parts, invalid)
+        total = sum(config.weight * parts[config.name] for config in self.configs)
+        if not math.isfinite(total):
+            return Score(None, parts, "the weighted sum of its rewards is not finite")
+        return Score(total, parts, None)
+
+    async def _part(self, config: RewardConfig, reward: Reward, arguments: dict[str, Any]) -> float | str:
+        """The reward's value, or why there is none."""
+        try:
+            value = await reward.score({**arguments, **config.parameters})
+        except RewardError as error:
+            return str(error)
+        return value if math.isfinite(value) else f"returned {value}"
+
+
+def make(config: RewardConfig) -> Reward:
+    """The reward that `config` describes. Raises ValueError, naming it, where it describes none."""
+    kinds = [kind for kind in ("function", "endpoint", "library", "model") if getattr(config, kind) is not None]
+    if len(kinds) != 1:
+        raise ValueError(
+            f"reward {config.name}: give exactly one of function, endpoint, library and model, not {kinds or 'none'}"
+        )
+    if config.endpoint is not None:
+        return Endpoint(config.name, config.endpoint, config.timeout_s)
+    if config.model is not None:
+        return RewardModel(config.name, config.model, config.timeout_s, config.parameters.get("form", "chat"))
+    if config.library is not None and config.library not in LIBRARY:
+        raise ValueError(f"reward {config.name}: library {config.library!r} is none of {', '.join(LIBRARY)}")
+    setup = {
+        "function": LIBRARY[config.library] if config.library else config.function,
+        "folder": config.folder,
+        "memory_mib": max(config.memory_mib, LIBRARY_MEMORY_MIB) if config.library else config.memory_mib,
+    }
+    return FunctionProcesses(config.name, setup, config.timeout_s, min(MOST_PROCESSES, os.cpu_count() or 1))

@@ -1,0 +1,127 @@
+"""The trainer's view of the writers: who there is, what they last said, who is silent.
+
+Listing writers/ tells which heartbeats have changed; only those are read. Silence is measured in the trainer's own
+time: the sum of the intervals between its successful writes of control/state.json, by the store's clock, each cut
+at `longest_beat_s`. So neither an outage of the store nor a pause of the trainer counts against anybody, and no
+worker's clock matters.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import math
+
+from pipeline.messages import WRITERS_FOLDER, Heartbeat
+from pipeline.storage import Corrupted, ObjectInfo, Storage
+
+log = logging.getLogger(__name__)
+
+GETS_AT_ONCE = 32
+
+
+@dataclasses.dataclass
+class Known:
+    """One writer incarnation."""
+
+    ulid: str
+    instance: str
+    cursor: int = 0
+    """Sequence number of the next shard to read."""
+    promised: int = 0
+    """Shards below were acknowledged by an earlier trainer."""
+    final: int | None = None
+    """Revoked: shards from here on do not count."""
+    heartbeat: Heartbeat | None = None
+    listed: tuple[str, float] = ("", 0.0)
+    """Etag and time of the heartbeat, as the last listing showed them."""
+    heard: float = 0.0
+    """Own time at which the heartbeat was last seen to change."""
+    looked: float = -math.inf
+    """Local time of the last look for a shard."""
+
+    @property
+    def live(self) -> bool:
+        return self.final is None
+
+    @property
+    def draining(self) -> bool:
+        return self.heartbeat is not None and self.heartbeat.draining
+
+    @property
+    def refuses(self) -> frozenset[int]:
+        """Indices that it reports as failed or handed back."""
+        if self.heartbeat is None:
+            return frozenset()
+        return frozenset(self.heartbeat.handed_back) | self.heartbeat.failures.keys()
+
+
+class Roster:
+    def __init__(self, storage: Storage, lease_timeout_s: float, longest_beat_s: float):
+        self.storage, self.lease_timeout_s, self.longest_beat_s = storage, lease_timeout_s, longest_beat_s
+        self.writers: dict[str, Known] = {}
+        self.elapsed = 0.0
+        """Own time, seconds."""
+        self._written: float | None = None  # store's time of the last own write
+
+    def live(self) -> list[Known]:
+        return [known for known in self.writers.values() if known.live]
+
+    def silence(self, known: Known) -> float:
+        return self.elapsed - known.heard
+
+    def wrote(self, modified: float) -> None:
+        """The trainer has written an object, at `modified` by the store's clock."""
+        if self._written is not None:
+            self.elapsed += min(max(0.0, modified - self._written), self.longest_beat_s)
+        self._written = modified
+
+    async def refresh(self) -> list[tuple[Known, str]]:
+        """Learn of new writers and new heartbeats; returns the (writer, reason)s to be revoked."""
+        changed = [info for info in await self.storage.list(WRITERS_FOLDER) if self._is_news(info)]
+        gate = asyncio.Semaphore(GETS_AT_ONCE)
+        heartbeats = await asyncio.gather(*(self._read(info, gate) for info in changed))
+        for info, heartbeat in zip(changed, heartbeats, strict=True):
+            if heartbeat is None:
+                continue
+            known = self.writers.get(heartbeat.ulid)
+            if known is None:
+                # Without a lease from this trainer or its predecessor, what it has written so far does not count.
+                known = self.writers[heartbeat.ulid] = Known(
+                    heartbeat.ulid, heartbeat.instance, cursor=heartbeat.sequence
+                )
+            known.heartbeat, known.listed, known.heard = heartbeat, (info.etag, info.modified), self.elapsed
+        return self._superseded() + self._silent()
+
+    def _is_news(self, info: ObjectInfo) -> bool:
+        known = self.writers.get(info.key.removeprefix(f"{WRITERS_FOLDER}/").removesuffix(".json"))
+        if known is not None:
+            return known.listed != (info.etag, info.modified)
+        left_before = self._written is not None and self._written - info.modified > self.lease_timeout_s
+        return not left_before
+
+    async def _read(self, info: ObjectInfo, gate: asyncio.Semaphore) -> Heartbeat | None:
+        async with gate:
+            try:
+                found = await self.storage.get(info.key)
+                return Heartbeat.decode(found.data) if found else None
+            except (Corrupted, ValueError, KeyError, TypeError) as error:
+                log.warning("%s cannot be read (%s)", info.key, error)
+                return None
+
+    def _superseded(self) -> list[tuple[Known, str]]:
+        """A slot runs one process: its newest incarnation has replaced the others."""
+        newest: dict[str, str] = {}
+        for known in self.live():
+            newest[known.instance] = max(known.ulid, newest.get(known.instance, ""))
+        return [
+            (known, f"replaced by {newest[known.instance]}")
+            for known in self.live()
+            if known.ulid != newest[known.instance]
+        ]
+
+    def _silent(self) -> list[tuple[Known, str]]:
+        return [
+            (known, f"silent for {self.silence(known):.0f} s")
+            for known in self.live()
+            if self.silence(known) > self.lease_timeout_s
+        ]

@@ -1,0 +1,72 @@
+"""The object store behind one small interface: S3, a local folder, or memory.
+
+Keys are relative to the root that a Storage was opened at, and cannot leave it. Every write of the protocol
+is ONE conditional PUT of bytes made in memory: a torn or half-written object is never visible.
+Conflicts are answers, not faults: `create` and `replace` raise Conflict at once; transport faults are retried
+with jitter until a deadline and then raise StorageError.
+"""
+
+import urllib.parse
+
+from pipeline.clock import Clock, SystemClock
+from pipeline.storage.bucket import (
+    SEGMENT,
+    Bucket,
+    Conflict,
+    Corrupted,
+    Object,
+    ObjectInfo,
+    StorageError,
+    Transient,
+    Unavailable,
+    confined,
+)
+from pipeline.storage.check import probe
+from pipeline.storage.client import Storage, file_sha256
+from pipeline.storage.local import LocalBucket
+from pipeline.storage.memory import Faults, FaultyBucket, MemoryBucket, MemoryStorage
+
+__all__ = [
+    "SEGMENT",
+    "Bucket",
+    "Conflict",
+    "Corrupted",
+    "Faults",
+    "FaultyBucket",
+    "LocalBucket",
+    "MemoryBucket",
+    "MemoryStorage",
+    "Object",
+    "ObjectInfo",
+    "Storage",
+    "StorageError",
+    "Transient",
+    "Unavailable",
+    "confined",
+    "file_sha256",
+    "open_storage",
+    "probe",
+]
+
+
+def open_storage(
+    uri: str, endpoint: str | None = None, region: str | None = None, clock: Clock | None = None
+) -> Storage:
+    """The Storage at s3://bucket/prefix, file:///folder or an absolute path, or memory://name (this process only).
+
+    Raises ValueError for any other URI, StorageError for a folder that cannot be written to.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if scheme == "s3":
+        # Only here: neither the operator nor a run on a local folder needs obstore.
+        from pipeline.storage.s3 import S3Bucket
+
+        bucket, _, prefix = rest.partition("/")
+        confined(f"{bucket}/{prefix}".rstrip("/"))
+        return Storage(S3Bucket(bucket, prefix.rstrip("/"), endpoint, region), clock)
+    folder = urllib.parse.unquote(rest) if scheme == "file" else uri
+    if folder.startswith("/") and (scheme == "file" or not separator):
+        return Storage(LocalBucket(folder), clock)
+    if scheme == "memory" and rest:
+        return Storage(MemoryBucket.named(rest, clock or SystemClock()), clock)
+    raise ValueError(f"store {uri!r} is neither s3://bucket/prefix nor file:///folder")

@@ -1,0 +1,187 @@
+"""A bucket at an S3 endpoint, by way of obstore.
+
+Credentials come from the environment (AWS_ACCESS_KEY_ID …, a web identity, or the instance's role). A custom endpoint
+is addressed with the bucket in the path and may be http. obstore's own retries are off, except inside the multipart
+upload of a file, whose parts may be sent twice without harm. Nothing is cached. obstore starts threads: open the
+Storage in the process that uses it, and spawn, never fork, after that.
+"""
+
+import datetime
+import os
+import pathlib
+import re
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, TypeVar
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store
+
+from pipeline.storage.bucket import ABSENT, Conflict, Object, ObjectInfo, StorageError, Transient
+
+if TYPE_CHECKING:
+    from obstore import Attributes, ObjectMeta, PutMode
+    from obstore.store import ClientConfig, RetryConfig, S3Config
+
+T = TypeVar("T")
+
+REQUEST_LIMIT = "30s"
+CONNECT_LIMIT = "5s"
+NO_RETRIES: "RetryConfig" = {"max_retries": 0}
+PART_RETRIES: "RetryConfig" = {"max_retries": 6, "retry_timeout": datetime.timedelta(seconds=60)}
+PART_BYTES = 16 << 20
+PARTS_AT_ONCE = 4
+PASSING_STATUS = {408, 409, 429}
+PASSING_CODES = {"RequestTimeout", "SlowDown", "InternalError", "OperationAborted"}
+
+
+class S3Bucket:
+    def __init__(self, bucket: str, prefix: str, endpoint: str | None, region: str | None):
+        """`endpoint`: None takes AWS_ENDPOINT_URL or AWS itself; `region`: None takes AWS_REGION or us-east-1."""
+        self.name = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._bucket = bucket
+        endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        client: ClientConfig = {
+            "allow_http": (endpoint or "").startswith("http://"),
+            "timeout": REQUEST_LIMIT,
+            "connect_timeout": CONNECT_LIMIT,
+        }
+        place: S3Config = {"checksum_algorithm": "SHA256"}
+        if endpoint:
+            place["endpoint"] = endpoint
+        if region:
+            place["region"] = region
+
+        def store(retries: "RetryConfig") -> S3Store:
+            return S3Store(bucket, prefix=prefix or None, config=place, client_options=client, retry_config=retries)
+
+        self._store, self._patient_store = store(NO_RETRIES), store(PART_RETRIES)
+
+    async def read(self, key: str) -> Object | None:
+        async def attempt() -> Object:
+            result = await obstore.get_async(self._store, key)
+            return Object(_info(key, result.meta), bytes(await result.bytes_async()), _metadata(result.attributes))
+
+        return await self._missing(key, attempt())
+
+    async def read_range(self, key: str, start: int, stop: int, etag: str) -> bytes:
+        async def attempt() -> bytes:
+            result = await obstore.get_async(self._store, key, options={"range": (start, stop), "if_match": etag})
+            return bytes(await result.bytes_async())
+
+        data = await self._missing(key, attempt())
+        if data is None:
+            raise Conflict(f"{self.name}/{key} has gone while it was read")
+        if len(data) != stop - start:
+            raise Transient(f"{len(data)} bytes came instead of {stop - start}")
+        return data
+
+    async def stat(self, key: str) -> tuple[ObjectInfo, dict[str, str]] | None:
+        async def attempt() -> tuple[ObjectInfo, dict[str, str]]:
+            result = await obstore.get_async(self._store, key, options={"head": True})
+            return _info(key, result.meta), _metadata(result.attributes)
+
+        return await self._missing(key, attempt())
+
+    async def write(self, key: str, data: bytes, metadata: dict[str, str], condition: str | None) -> ObjectInfo:
+        mode: PutMode = "overwrite" if condition is None else {"e_tag": condition}
+        if condition == ABSENT:
+            mode = "create"
+        attributes: Attributes = {**metadata}
+        await self._call(
+            key,
+            obstore.put_async(self._store, key, data, mode=mode, attributes=attributes, use_multipart=False),
+        )
+        return await self._written(key)
+
+    async def upload(self, key: str, path: str, metadata: dict[str, str]) -> ObjectInfo:
+        attributes: Attributes = {**metadata}
+        await self._call(
+            key,
+            obstore.put_async(
+                self._patient_store,
+                key,
+                pathlib.Path(path),
+                attributes=attributes,
+                chunk_size=PART_BYTES,
+                max_concurrency=PARTS_AT_ONCE,
+            ),
+        )
+        return await self._written(key)
+
+    async def list(self, folder: str) -> list[ObjectInfo]:
+        found = await self._call(folder, obstore.list(self._store, prefix=folder or None).collect_async())
+        return [_info(meta["path"], meta) for meta in found]
+
+    async def delete(self, key: str) -> None:
+        await self._missing(key, obstore.delete_async(self._store, key))
+
+    async def _written(self, key: str) -> ObjectInfo:
+        """What a write made: a PUT's response has no LastModified, and the protocol tells time by it."""
+        found = await self.stat(key)
+        if found is None:
+            raise Transient(f"{key} is not there after it was written")
+        return found[0]
+
+    async def _missing(self, key: str, call: Awaitable[T]) -> T | None:
+        """The call's answer, or None for a missing key."""
+        try:
+            return await self._call(key, call)
+        except FileNotFoundError:
+            return None
+
+    async def _call(self, key: str, call: Awaitable[T]) -> T:
+        """The call's answer, obstore's exceptions told apart."""
+        try:
+            return await call
+        except (AlreadyExistsError, PreconditionError):
+            raise Conflict(f"{self.name}/{key} was written by somebody else") from None
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error):
+                raise StorageError(f"bucket {self._bucket} of {self.name} does not exist") from None
+            raise
+        except (PermissionDeniedError, UnauthenticatedError) as error:
+            raise StorageError(
+                f"{self.name}/{key}: access denied ({_reason(str(error))}); check the credentials and their policy"
+            ) from None
+        except BaseError as error:
+            text = str(error)
+            kind = Transient if _passing(text) else StorageError
+            raise kind(f"{self.name}/{key}: {_reason(text)}") from None
+
+
+def _info(key: str, meta: "ObjectMeta") -> ObjectInfo:
+    return ObjectInfo(key, meta["size"], meta["e_tag"] or "", meta["last_modified"].timestamp())
+
+
+def _metadata(attributes: "Attributes") -> dict[str, str]:
+    """The metadata a writer gave: standard HTTP attributes are spelled with capitals, these are not."""
+    return {name: value for name, value in attributes.items() if name.islower()}
+
+
+def _passing(text: str) -> bool:
+    """Whether another try may succeed: all but a definite answer of the server (obstore tells it in words only)."""
+    status = re.search(r"status code: (\d{3})", text)
+    if status is None:
+        return "incorrectly configured region" not in text
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    number = int(status[1])
+    return (
+        number in PASSING_STATUS or (number >= 500 and number != 501) or (code is not None and code[1] in PASSING_CODES)
+    )
+
+
+def _reason(text: str) -> str:
+    """The telling part of obstore's many lines."""
+    if answer := re.search(r"<Code>(\w+)</Code>.*?<Message>(.*?)</Message>", text, re.DOTALL):
+        return f"{answer[1]}: {answer[2]}"
+    causes = re.findall(r'(?:message|error): "([^"]+)"', text)
+    if "kind: Timeout" in text:
+        causes.append(f"no answer within {REQUEST_LIMIT}")
+    return causes[-1] if causes else text.split("\n", 1)[0]

@@ -1,0 +1,166 @@
+"""The trainer's log: the one order of all plans, and the fence between trainers.
+
+trainer/log/<n>.json, n = 0, 1, 2, …, each taken with If-None-Match and never deleted. A new trainer appends
+`takeover` with a term above every one in the log before it does anything else. Whoever then loses the race for
+a position looks at what is there: a record of a lower term lies before its own and is adopted; one of its own term
+or a higher one means that it has been replaced. So no two trainers run past one record.
+
+    {"type": "takeover", "term"}
+    {"type": "plan", "term", "step", "groups": [{"index", "key", "sha256", "start", "stop"}, …],
+     "drops": [{"index", "reason"}, …], "quarantined": [{"key", "reason"}, …]}
+    {"type": "collect", "term", "below"}          nobody resumes from a position below; appended before deleting
+    {"type": "stop", "term", "reason", "step"}
+"""
+
+import dataclasses
+import json
+from typing import Literal, get_args
+
+from pipeline.storage import Conflict, Storage
+
+DropReason = Literal["stale", "no-spread", "failed", "orphaned", "invalid"]
+DROP_REASONS: tuple[str, ...] = get_args(DropReason)
+
+
+class Fenced(Exception):
+    """Another trainer has taken this run over: stop, write nothing more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Takeover:
+    term: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupRef:
+    """Where one planned group lies: rows start … stop-1 of the shard `key`."""
+
+    index: int
+    key: str
+    sha256: str
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Drop:
+    """A prompt index that will not be trained."""
+
+    index: int
+    reason: DropReason
+
+
+@dataclasses.dataclass(frozen=True)
+class Quarantine:
+    """A damaged shard; its indices are not dropped but granted again."""
+
+    key: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What optimizer step `step` (1, 2, …) trains."""
+
+    step: int
+    term: int
+    groups: tuple[GroupRef, ...]  # prompts_per_step, oldest policy first
+    drops: tuple[Drop, ...] = ()
+    quarantined: tuple[Quarantine, ...] = ()
+    replayed: bool = False
+    """The log had it already when this trainer took over; not part of the record."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Collect:
+    term: int
+    below: int
+    """Log position."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    term: int
+    reason: str
+    step: int
+
+
+Record = Takeover | Plan | Collect | Stop
+
+
+class TrainerLog:
+    """`position` is the number of the next record, `term` this trainer's (0 before it took over)."""
+
+    def __init__(self, storage: Storage):
+        self.storage = storage
+        self.position = 0
+        self.term = 0
+
+    async def take_over(self, position: int = 0, term: int = 0) -> list[tuple[int, Record]]:
+        """Fence every earlier trainer; returns the (number, record)s from `position` to the takeover exclusive.
+
+        `term` is the highest one known from before `position`. Raises Fenced if another trainer took over at once.
+        """
+        self.position = position
+        records: list[tuple[int, Record]] = []
+        while (record := await self._read(self.position)) is not None:
+            records.append((self.position, record))
+            self.position += 1
+        self.term = max([term, *(record.term for _, record in records)]) + 1
+        return records + await self._append(Takeover(self.term))
+
+    async def append(self, record: Record) -> None:
+        """Take the next position for `record`. Raises Fenced; StorageError if the store did not say what became of it.
+
+        After a StorageError this log must not be used further: the restarted trainer will see what is there.
+        """
+        assert record.term == self.term > 0, "take over first"
+        adopted = await self._append(record)
+        assert not adopted, "a trainer of a lower term wrote past a takeover"
+
+    async def _append(self, record: Record) -> list[tuple[int, Record]]:
+        adopted: list[tuple[int, Record]] = []
+        while True:
+            try:
+                await self.storage.create(_key(self.position), encode(record))
+            except Conflict:
+                rival = await self._read(self.position)
+                assert rival is not None, "records are never deleted"
+                if rival.term >= record.term:
+                    raise Fenced(
+                        f"a trainer of term {rival.term} has taken over; this one has term {record.term}"
+                    ) from None
+                adopted.append((self.position, rival))
+                self.position += 1
+            else:
+                self.position += 1
+                return adopted
+
+    async def _read(self, position: int) -> Record | None:
+        found = await self.storage.get(_key(position))
+        return decode(found.data) if found else None
+
+
+def encode(record: Record) -> bytes:
+    content = dataclasses.asdict(record)
+    content.pop("replayed", None)
+    return json.dumps({"type": type(record).__name__.lower(), **content}).encode()
+
+
+def decode(data: bytes) -> Record:
+    """Raises ValueError for anything that is not a record."""
+    try:
+        content = json.loads(data)
+        kind = content.pop("type")
+        if kind == "plan":
+            content["groups"] = tuple(GroupRef(**group) for group in content["groups"])
+            content["drops"] = tuple(Drop(**drop) for drop in content["drops"])
+            content["quarantined"] = tuple(Quarantine(**shard) for shard in content["quarantined"])
+        kinds: dict[str, type[Record]] = {"takeover": Takeover, "plan": Plan, "collect": Collect, "stop": Stop}
+        return kinds[kind](**content)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a record of the trainer's log: {data[:200]!r} ({error})") from None
+
+
+def _key(position: int) -> str:
+    return f"trainer/log/{position:020d}.json"

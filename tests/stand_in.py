@@ -1,0 +1,110 @@
+"""Stand-ins for the processes of a run, quick and without models: python stand_in.py trainer|worker|vllm|fetch.
+
+They keep the contracts that `miles run` relies on: GET /status, /readyz, /healthz and /health, POST /pause with a
+bearer token, exit codes and the termination message. What they shall do stands in STAND_IN_… variables.
+"""
+
+import http.server
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+from typing import Any
+
+RUN_DIR = pathlib.Path(os.environ["MILES_RUN_DIR"])
+TOTAL_STEPS = int(os.environ.get("STAND_IN_STEPS", "3"))
+STEP_SECONDS = float(os.environ.get("STAND_IN_STEP_SECONDS", "0.05"))
+done = threading.Event()  # asked to stop
+exit_code = 4
+state: dict[str, Any] = {"phase": "Running", "step": 0, "total_steps": TOTAL_STEPS, "waiting_for": None}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.answer(200, json.dumps(state))
+
+    def do_POST(self) -> None:
+        if self.headers.get("Authorization") != f"Bearer {os.environ['MILES_STATUS_TOKEN']}":
+            return self.answer(401, "no")
+        note("paused by request")
+        done.set()
+        return self.answer(202, "stopping")
+
+    def answer(self, code: int, text: str) -> None:
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def note(text: str) -> None:
+    with open(RUN_DIR / "notes", "a") as file:
+        file.write(f"{sys.argv[1]}: {text}\n")
+
+
+def serve(port: str) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+
+def trainer() -> int:
+    attempt = json.loads(pathlib.Path(os.environ["MILES_CONFIG"]).read_text())["attempt"]
+    behaviours = os.environ.get("STAND_IN_TRAINER", "complete").split(",")
+    behaviour = behaviours[min(attempt, len(behaviours) - 1)]
+    rank = os.environ.get("PET_NODE_RANK", "0")
+    note(f"attempt {attempt} rank {rank}: {behaviour}")
+    if behaviour == "refuse":
+        pathlib.Path(os.environ["MILES_TERMINATION_LOG"]).write_text("model.uri: no such model\n")
+        return 3
+    if behaviour == "crash":
+        print("RuntimeError: No space left on device", flush=True)
+        return 1
+    if behaviour == "crash-rank-1":
+        behaviour = "crash" if rank == "1" else "hang"
+        if behaviour == "crash":
+            return 1
+    if rank == "0" and behaviour != "silent":
+        serve(os.environ["MILES_STATUS_PORT"])
+    while state["step"] < TOTAL_STEPS or behaviour in ("hang", "silent"):
+        if done.wait(STEP_SECONDS):
+            note("checkpoint written")
+            return 4
+        if behaviour not in ("hang", "silent"):
+            state.update(step=state["step"] + 1, reward_mean=0.1 * state["step"])
+    summary = {"steps": TOTAL_STEPS, "samples_per_s": 12.5}
+    (RUN_DIR / "summary.json").write_text(json.dumps(summary))
+    return 0
+
+
+def worker() -> int:
+    if os.environ.get("STAND_IN_WORKER") == "crash":
+        print("ConnectionRefusedError: [Errno 111] Connection refused", flush=True)
+        return 1
+    serve(os.environ["MILES_STATUS_PORT"])
+    done.wait()
+    note("worker left")
+    return 0
+
+
+def vllm() -> int:
+    serve(os.environ["MILES_VLLM_PORT"])
+    if os.environ.get("STAND_IN_VLLM") == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    done.wait()
+    note("vllm left")
+    return 0
+
+
+def fetch() -> int:
+    note("fetched")
+    pathlib.Path(os.environ["STAND_IN_MODEL"], "config.json").write_text("{}")
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: done.set())
+    sys.exit({"trainer": trainer, "worker": worker, "vllm": vllm, "fetch": fetch}[sys.argv[1]]())

@@ -1,0 +1,137 @@
+"""`miles validate`, `explain` and `render` as commands: output, exit codes, and never a traceback."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from operators import cli, documents
+from tests.test_spec import EVERYTHING, MINIMAL
+
+SAMPLES = pathlib.Path(__file__).parent.parent / "manifests" / "samples"
+BROKEN = pathlib.Path(__file__).parent / "broken"
+
+
+@pytest.fixture
+def minimal(tmp_path) -> str:
+    path = tmp_path / "job.yaml"
+    path.write_text(MINIMAL)
+    return str(path)
+
+
+@pytest.fixture
+def everything(tmp_path) -> str:
+    path = tmp_path / "everything.yaml"
+    path.write_text(EVERYTHING)
+    return str(path)
+
+
+def test_validate_says_that_a_job_is_valid(minimal, capsys):
+    assert cli.main(["validate", minimal]) == 0
+    assert capsys.readouterr().out == f"{minimal}: RLJob arithmetic is valid\n"
+
+
+def test_validate_checks_every_file_and_fails_for_one_that_is_broken(minimal, capsys):
+    broken = str(BROKEN / "two-faults.yaml")
+    assert cli.main(["validate", broken, minimal]) == 2
+    out, err = capsys.readouterr()
+    assert "arithmetic is valid" in out
+    assert [line.startswith(f"{broken}:") for line in err.splitlines()] == [True, True]
+
+
+def test_validate_accepts_what_is_not_built_yet_and_says_so(everything, capsys):
+    assert cli.main(["validate", everything]) == 0
+    out = capsys.readouterr().out
+    assert f"{everything}: spec.algorithm.type: not built yet: use grpo; no run can start" in out
+
+
+def test_broken_files_give_exit_code_2_and_no_traceback_in_a_real_process():
+    files = sorted(map(str, BROKEN.glob("*.yaml")))
+    result = subprocess.run(
+        [sys.executable, "-m", "operators.cli", "validate", *files], capture_output=True, text=True, timeout=50
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "Traceback" not in result.stderr
+    assert {line.partition(".yaml:")[0] for line in result.stderr.splitlines()} == {
+        f.removesuffix(".yaml") for f in files
+    }
+
+
+def test_explain_prints_a_field_and_refuses_an_unknown_one(capsys):
+    assert cli.main(["explain", "spec.trainer.lora.rank"]) == 0
+    assert "one of: 1, 8, 16, 32, 64, 128, 256, 320, 512" in capsys.readouterr().out
+    assert cli.main(["explain", "spec.trainer.lora.rnak"]) == 2
+    assert capsys.readouterr().err == 'miles explain: spec.trainer.lora.rnak: unknown field; did you mean "rank"?\n'
+
+
+def test_render_prints_objects_that_kubectl_reads_back_unchanged(everything, capsys):
+    from operators import manifest
+    from operators.children import children
+
+    assert cli.main(["render", everything, "--run-id", "7"]) == 0
+    objects = [document.value for document in documents.read(capsys.readouterr().out)]
+    assert objects == children(manifest.load_one(everything), run_id="7")
+    assert [item["kind"] for item in objects] == [
+        "ConfigMap",
+        "Deployment",
+        "Service",
+        "Deployment",
+        "Service",
+        "Job",
+    ]
+
+
+def test_render_shows_the_configuration_as_it_reads_and_no_yaml_aliases(minimal, capsys):
+    cli.main(["render", minimal])
+    out = capsys.readouterr().out
+    assert '  run.json: |-\n    {\n      "namespace": "default",' in out
+    assert "&id" not in out
+
+
+def test_render_says_on_standard_error_what_is_not_built(everything, capsys):
+    cli.main(["render", everything])
+    out, err = capsys.readouterr()
+    assert f"{everything}: spec.algorithm.type: not built yet: use grpo" in err
+    assert list(yaml.safe_load_all(out))
+
+
+def test_render_refuses_a_store_that_pods_cannot_share(capsys):
+    file = str(SAMPLES / "tiny.yaml")
+    assert cli.main(["render", file]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"{file}: spec.store.uri: got ")
+
+
+def test_render_takes_images_and_settings(minimal, capsys):
+    assert cli.main(["render", minimal, "--image", "registry/miles:1", "--set", "spec.rollout.replicas=3"]) == 0
+    deployment = next(item for item in yaml.safe_load_all(capsys.readouterr().out) if item["kind"] == "Deployment")
+    assert deployment["spec"]["replicas"] == 3
+    images = {container["image"] for container in deployment["spec"]["template"]["spec"]["containers"]}
+    assert images == {"registry/miles:1"}
+
+
+def test_an_unknown_command_is_refused_with_the_one_that_was_meant(capsys):
+    assert cli.main(["vaildate"]) == 2
+    assert capsys.readouterr().err == 'miles: vaildate: unknown command; did you mean "validate"?\n'
+
+
+def test_without_a_command_the_usage_is_printed(capsys):
+    assert cli.main([]) == 0
+    assert "validate FILE…" in capsys.readouterr().out
+
+
+def test_commands_of_the_data_plane_are_its_own_modules(monkeypatch):
+    called = []
+    monkeypatch.setattr("os.execv", lambda program, arguments: called.append(arguments))
+    cli.main(["report", "runs/tiny", "--follow"])
+    assert called == [[sys.executable, "-m", "pipeline.report", "runs/tiny", "--follow"]]
+
+
+def test_validating_needs_neither_torch_nor_vllm_nor_the_packages_of_a_local_run():
+    heavy = ("torch", "vllm", "numpy", "aiohttp", "rich")
+    program = f"import sys; from operators import cli; cli.main([]); print([m for m in {heavy} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert result.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,624 @@
+import asyncio
+import json
+import random
+
+import pytest
+
+from pipeline.config import (
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    StoreConfig,
+)
+from pipeline.coordinator import Coordinator
+from pipeline.experience import Rollout, RolloutGroup
+from pipeline.messages import CONTROL_KEY, ControlState, evaluation_key, shard_key
+from pipeline.storage import MemoryBucket, MemoryStorage, Object, StorageError, Transient
+from pipeline.trainer_log import Collect, Fenced, Plan, TrainerLog
+from pipeline.versions import Version
+from pipeline.writer import Report, Writer
+from tests.conftest import SkippingClock
+
+SIZE = 2  # groups a step
+HEARTBEAT_S = 5.0
+LEASE_TIMEOUT_S = 60.0
+
+
+class Down:
+    """The store answers nobody while `on`."""
+
+    on = False
+
+    async def before(self, operation: str, key: str) -> None:
+        if self.on:
+            raise Transient("503")
+
+    async def after(self, operation: str, key: str) -> None:
+        pass
+
+
+class Scene:
+    """One store with a clock of its own, trainers and workers that the test moves by hand."""
+
+    def __init__(self, max_staleness: int = 1, group_timeout_s: float = 3600.0, **parameters):
+        self.clock, self.store_clock, self.down = SkippingClock(), SkippingClock(), Down()
+        self.bucket = MemoryBucket(self.store_clock)
+        self.plain = MemoryStorage(self.store_clock, bucket=self.bucket)
+        self.config = RunConfig(
+            name="run",
+            run_id="r",
+            model=ModelConfig(uri="none", path="none"),
+            data=DataConfig(sets=[]),
+            rewards=[RewardConfig(name="none")],
+            store=StoreConfig(uri="memory://run"),
+            algorithm=AlgorithmConfig(
+                type="grpo",
+                total_steps=9,
+                prompts_per_step=SIZE,
+                group_size=2,
+                max_staleness=max_staleness,
+                parameters=parameters,
+            ),
+            rollout=RolloutConfig(
+                heartbeat_s=HEARTBEAT_S,
+                lease_timeout_s=LEASE_TIMEOUT_S,
+                group_timeout_s=group_timeout_s,
+                max_failures=2,
+            ),
+        )
+        self.writers = 0
+
+    async def trainer(self, state: dict | None = None) -> Coordinator:
+        """One that has taken over and published the policy it starts from."""
+        storage = MemoryStorage(self.clock, self.down, self.bucket, deadline_s=5.0)
+        coordinator = Coordinator(storage, self.config, self.clock, random.Random(0))
+        await coordinator.take_over(json.loads(json.dumps(state)) if state else None)
+        await coordinator.publish(Version(coordinator.term, coordinator.step))
+        return coordinator
+
+    async def writer(self, instance: str) -> Writer:
+        self.writers += 1
+        writer = Writer(self.plain, instance, self.store_clock, random.Random(self.writers), HEARTBEAT_S)
+        self.store_clock.time += 1  # so that the newer one has the higher ULID
+        await writer.register()
+        return writer
+
+    async def tick(self, coordinator: Coordinator, seconds: float = HEARTBEAT_S) -> None:
+        self.clock.time += seconds
+        self.store_clock.time += seconds
+        await coordinator.tick()
+
+    async def control(self) -> ControlState:
+        found = await self.plain.get(CONTROL_KEY)
+        assert found is not None
+        return ControlState.decode(found.data)
+
+    async def leases(self, writer: Writer) -> dict[int, int]:
+        return (await self.control()).writers[writer.ulid].leases
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def group(index: int, step: int = 0, rewards: tuple = (0.0, 1.0)) -> RolloutGroup:
+    rollouts = [
+        Rollout([7], [-0.1], "x", "stop", reward, {}, None if reward is not None else "raised", [(0, Version(1, step))])
+        for reward in rewards
+    ]
+    return RolloutGroup(index, "set", "prompt", None, [5], rollouts, 0.0)
+
+
+async def keep_alive(scene: Scene, writer: Writer, version: Version | None = None) -> None:
+    scene.store_clock.time += 0.001
+    writer._said = None
+    await writer.sync(Report(version=version))
+
+
+async def plan_now(coordinator: Coordinator, step: int) -> Plan:
+    return await asyncio.wait_for(coordinator.next_plan(step), 5)
+
+
+async def waits_for(coordinator: Coordinator, step: int) -> str:
+    """What `next_plan` waits for, before any tick."""
+    task = asyncio.ensure_future(coordinator.next_plan(step))
+    await asyncio.sleep(0)
+    assert not task.done()
+    task.cancel()
+    assert coordinator.waiting_for is not None
+    return coordinator.waiting_for
+
+
+async def finish(coordinator: Coordinator, step: int) -> None:
+    await coordinator.finish_step(step)
+    await coordinator.publish(Version(coordinator.term, step))
+
+
+def indices(plan: Plan) -> list[int]:
+    return [group.index for group in plan.groups]
+
+
+# Granting
+
+
+async def test_all_that_staleness_allows_is_granted_and_split_evenly(scene: Scene):
+    trainer = await scene.trainer()
+    first, second = await scene.writer("rollout-0"), await scene.writer("rollout-1")
+    await scene.tick(trainer)
+    assert await scene.leases(first) == {0: 0, 2: 0}
+    assert await scene.leases(second) == {1: 0, 3: 0}
+
+
+async def test_nothing_is_granted_before_a_policy_is_published(scene: Scene):
+    coordinator = Coordinator(scene.plain, scene.config, scene.clock, random.Random(0))
+    await coordinator.take_over()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(coordinator)
+    assert await scene.leases(writer) == {}
+
+
+async def test_room_is_made_by_a_published_step_and_new_leases_ask_for_its_policy(scene: Scene):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    await writer.commit([group(0), group(1)])
+    await scene.tick(trainer)
+    assert await scene.leases(writer) == {2: 0, 3: 0}
+    await plan_now(trainer, 1)
+    await trainer.finish_step(1)
+    await scene.tick(trainer)
+    assert await scene.leases(writer) == {2: 0, 3: 0}
+    await trainer.publish(Version(1, 1))
+    assert await scene.leases(writer) == {2: 0, 3: 0, 4: 1, 5: 1}
+
+
+async def test_a_draining_writer_gets_nothing_and_what_it_hands_back_goes_to_others(scene: Scene):
+    trainer = await scene.trainer()
+    leaving = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    leaving.hand_back([0, 1, 2, 3])
+    await leaving.sync(Report(version=None, draining=True))
+    staying = await scene.writer("rollout-1")
+    await scene.tick(trainer)
+    assert await scene.leases(leaving) == {}
+    assert sorted(await scene.leases(staying)) == [0, 1, 2, 3]
+
+
+async def test_a_failed_index_goes_to_another_writer_and_is_dropped_after_the_allowed_failures(scene: Scene):
+    trainer = await scene.trainer()
+    first = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    second = await scene.writer("rollout-1")
+    first.fail(0, "the engine answered 500")
+    await first.sync(Report(version=None))
+    await scene.tick(trainer)
+    assert 0 in await scene.leases(second)
+    second.fail(0, "the engine answered 500")
+    await second.sync(Report(version=None))
+    await scene.tick(trainer)
+    control = await scene.control()
+    assert not any(0 in entry.leases for entry in control.writers.values())
+    await second.commit([group(1), group(2)])
+    await first.commit([group(1), group(2)])
+    await scene.tick(trainer)
+    plan = await plan_now(trainer, 1)
+    assert [(drop.index, drop.reason) for drop in plan.drops] == [(0, "failed")]
+    assert trainer.statistics()["dropped"] == {"failed": 1}
+
+
+async def test_the_only_writer_gets_a_failed_index_again_once_it_has_seen_that_it_was_taken(scene: Scene):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    writer.fail(0, "reset")
+    await writer.sync(Report(version=None))
+    await scene.tick(trainer)
+    assert 0 not in await scene.leases(writer)
+    await writer.sync(Report(version=None))
+    await scene.tick(trainer)
+    assert 0 in (await writer.sync(Report(version=None))).leases
+
+
+# Revoking
+
+
+async def test_silence_takes_the_leases_back_and_later_shards_do_not_count(scene: Scene):
+    trainer = await scene.trainer()
+    silent = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    await silent.commit([group(0)])
+    other = await scene.writer("rollout-1")
+    while (await scene.control()).writers[silent.ulid].final is None:
+        await keep_alive(scene, other)
+        await scene.tick(trainer)
+    assert scene.store_clock.time < 1_700_000_000 + LEASE_TIMEOUT_S + 6 * HEARTBEAT_S
+    assert (await scene.control()).writers[silent.ulid].final == 1
+    assert sorted(await scene.leases(other)) == [1, 2, 3]
+    await silent.commit([group(1)])
+    await scene.tick(trainer)
+    assert 1 in await scene.leases(other)
+    assert (await silent.sync(Report(version=None))).revoked
+
+
+async def test_an_outage_that_hides_everybody_revokes_nobody(scene: Scene):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    scene.down.on = True
+    for _ in range(10):
+        with pytest.raises(StorageError):
+            await scene.tick(trainer, 60.0)
+    scene.down.on = False
+    await scene.tick(trainer)
+    assert (await scene.control()).writers[writer.ulid].final is None
+
+
+async def test_a_trainer_that_was_paused_for_an_hour_revokes_nobody_for_it(scene: Scene):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    await scene.tick(trainer, 3600.0)
+    await scene.tick(trainer)
+    assert (await scene.control()).writers[writer.ulid].final is None
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+async def test_the_trainers_own_clock_may_jump(scene: Scene, jump: float):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    scene.clock.time += jump
+    await scene.tick(trainer)
+    await writer.commit([group(0)])
+    await scene.tick(trainer)
+    control = (await scene.control()).writers[writer.ulid]
+    assert (control.final, control.acknowledged) == (None, 1)
+
+
+async def test_a_new_process_in_the_same_slot_replaces_the_old_one_at_once(scene: Scene):
+    trainer = await scene.trainer()
+    old = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    new = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    assert (await scene.control()).writers[old.ulid].final == 0
+    assert sorted(await scene.leases(new)) == [0, 1, 2, 3]
+
+
+async def test_a_group_that_hangs_behind_a_live_heartbeat_is_taken_back_in_the_end():
+    scene = Scene(group_timeout_s=100.0)
+    trainer = await scene.trainer()
+    hanging = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    other, ulid = await scene.writer("rollout-1"), hanging.ulid
+    while (await scene.control()).writers[ulid].final is None:
+        await keep_alive(scene, hanging)
+        await keep_alive(scene, other)
+        await scene.tick(trainer)
+    assert 100 < scene.store_clock.time - 1_700_000_000 < 125
+    assert sorted(await scene.leases(other)) == [0, 1, 2, 3]
+    await keep_alive(scene, hanging)
+    assert hanging.ulid != ulid
+
+
+async def test_a_writer_that_left_before_the_trainer_came_is_not_known(scene: Scene):
+    gone = await scene.writer("rollout-0")
+    scene.store_clock.time += 2 * LEASE_TIMEOUT_S
+    trainer = await scene.trainer()
+    await scene.tick(trainer)
+    assert gone.ulid not in (await scene.control()).writers
+    await keep_alive(scene, gone)
+    await scene.tick(trainer)
+    assert gone.ulid in (await scene.control()).writers
+
+
+async def test_a_revoked_writer_that_stays_silent_is_forgotten_in_the_end(scene: Scene):
+    trainer = await scene.trainer()
+    old = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    new = await scene.writer("rollout-0")
+    for _ in range(130):
+        await keep_alive(scene, new)
+        await scene.tick(trainer)
+    assert list((await scene.control()).writers) == [new.ulid]
+    assert trainer.statistics()["writers"] == 1
+    assert old.ulid not in trainer.state()["writers"]
+
+
+# Taking groups in
+
+
+async def test_a_damaged_shard_is_named_in_the_next_plan_and_its_indices_are_granted_again(scene: Scene):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    key = await writer.commit([group(0), group(1)])
+    shard = scene.bucket.objects[key]
+    scene.bucket.objects[key] = Object(shard.info, shard.data[:-9], shard.metadata)
+    await scene.tick(trainer)
+    assert sorted((await writer.sync(Report(version=None))).leases) == [0, 1, 2, 3]
+    await writer.commit([group(0), group(1)])
+    await scene.tick(trainer)
+    plan = await plan_now(trainer, 1)
+    assert (indices(plan), [shard.key for shard in plan.quarantined], plan.drops) == ([0, 1], [key], ())
+    await finish(trainer, 1)
+    await writer.commit([group(2), group(3)])
+    await scene.tick(trainer)
+    assert (await plan_now(trainer, 2)).quarantined == ()
+
+
+async def test_an_incomplete_group_is_quarantined(scene: Scene):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    await writer.commit([group(0, rewards=(1.0,))])
+    await writer.commit([group(1), group(2)])
+    await scene.tick(trainer)
+    plan = await plan_now(trainer, 1)
+    assert indices(plan) == [1, 2]
+    assert "1 samples, not 2" in plan.quarantined[0].reason
+
+
+async def test_a_token_beyond_the_vocabulary_makes_a_shard_damaged(scene: Scene):
+    trainer = Coordinator(scene.plain, scene.config, scene.clock, random.Random(0), vocabulary=7)
+    await trainer.take_over()
+    await trainer.publish(Version(1, 0))
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    await writer.commit([group(0)])
+    await scene.tick(trainer)
+    assert trainer.statistics()["queue_groups"] == 0
+
+
+async def test_a_group_without_a_valid_sample_is_dropped_as_invalid(scene: Scene):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    await writer.commit([group(0, rewards=(None, None)), group(1, rewards=(None, 1.0)), group(2)])
+    await scene.tick(trainer)
+    plan = await plan_now(trainer, 1)
+    assert indices(plan) == [1, 2]
+    assert [(drop.index, drop.reason) for drop in plan.drops] == [(0, "invalid")]
+
+
+async def test_dynamic_sampling_replaces_groups_without_spread_even_if_they_fill_the_whole_window():
+    scene = Scene(max_staleness=0, dynamic_sampling=True)
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    await writer.commit([group(0, rewards=(1.0, 1.0)), group(1, rewards=(0.0, 0.0))])
+    await scene.tick(trainer)
+    assert await waits_for(trainer, 1) == "0 of 2 groups; none running; 2 dropped (no-spread)"
+    await scene.tick(trainer)
+    assert sorted(await scene.leases(writer)) == [2, 3]
+    await writer.commit([group(2), group(3)])
+    await scene.tick(trainer)
+    plan = await plan_now(trainer, 1)
+    assert indices(plan) == [2, 3]
+    assert {drop.index: drop.reason for drop in plan.drops} == {0: "no-spread", 1: "no-spread"}
+
+
+# Waiting
+
+
+async def test_it_says_that_no_worker_has_registered(scene: Scene):
+    trainer = await scene.trainer()
+    await scene.tick(trainer)
+    assert await waits_for(trainer, 1) == "rollout workers (none registered)"
+
+
+async def test_it_says_how_many_groups_are_there_and_where_the_others_run(scene: Scene):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    await writer.commit([group(0)])
+    await scene.tick(trainer)
+    assert await waits_for(trainer, 1) == "1 of 2 groups; 3 running on rollout-0"
+
+
+async def test_it_waits_for_a_running_group_that_the_step_would_make_stale(scene: Scene):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    await writer.commit([group(0), group(1)])
+    await scene.tick(trainer)
+    await plan_now(trainer, 1)
+    await finish(trainer, 1)
+    await writer.commit([group(2), group(4, step=1), group(5, step=1)])
+    await scene.tick(trainer)
+    assert await waits_for(trainer, 2) == "groups that would be stale after step 2: 1 running on rollout-0"
+    await writer.commit([group(3)])
+    await scene.tick(trainer)
+    assert indices(await plan_now(trainer, 2)) == [2, 3]
+
+
+async def test_the_loop_outlasts_an_outage_and_says_what_it_waits_for(scene: Scene):
+    trainer = await scene.trainer()
+    scene.down.on = True
+    loop = asyncio.ensure_future(trainer.run())
+    while trainer.waiting_for is None:
+        await asyncio.sleep(0)
+    assert "503" in trainer.waiting_for
+    scene.down.on = False
+    while trainer.waiting_for is not None:
+        await asyncio.sleep(0)
+    loop.cancel()
+
+
+async def test_a_fault_in_the_loop_reaches_whoever_waits_for_a_plan(scene: Scene):
+    trainer = await scene.trainer()
+    await scene.trainer()
+    waiting = asyncio.ensure_future(trainer.next_plan(1))
+    with pytest.raises(Fenced):
+        await trainer.run()
+    with pytest.raises(Fenced):
+        await waiting
+
+
+# Restarts
+
+
+async def test_a_successor_fences_its_predecessor_everywhere(scene: Scene):
+    old = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(old)
+    await writer.commit([group(0), group(1)])
+    await scene.tick(old)
+    new = await scene.trainer()
+    assert new.term == 2
+    scene.clock.time += HEARTBEAT_S
+    for act in (old.tick, lambda: old.next_plan(1), lambda: old.evaluate(0, Version(1, 0)), lambda: old.stop("x")):
+        with pytest.raises(Fenced, match="term 2"):
+            await act()
+    assert (await scene.control()).term == 2
+
+
+async def test_delivered_groups_that_no_plan_names_survive_a_restart_without_being_generated_again(scene: Scene):
+    old = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(old)
+    await writer.commit([group(0), group(1), group(2)])
+    await scene.tick(old)
+    await plan_now(old, 1)
+    await finish(old, 1)
+    state = old.state()
+    new = await scene.trainer(state)
+    assert sorted(await scene.leases(writer)) == [3, 4, 5]
+    await writer.commit([group(3)])
+    await scene.tick(new)
+    assert indices(await plan_now(new, 2)) == [2, 3]
+
+
+async def test_logged_plans_are_handed_out_unchanged_and_nothing_is_granted_meanwhile(scene: Scene):
+    old = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(old)
+    await writer.commit([group(0), group(1)])
+    await scene.tick(old)
+    first = await plan_now(old, 1)
+    await finish(old, 1)
+    await writer.commit([group(2), group(3)])
+    await scene.tick(old)
+    second = await plan_now(old, 2)
+
+    new = await scene.trainer()
+    assert (await scene.control()).replaying
+    await scene.tick(new)
+    assert (await scene.control()).version == Version(1, 1)
+    assert await scene.leases(writer) == {4: 1, 5: 1}
+    replayed = await plan_now(new, 1)
+    assert (replayed.groups, replayed.term, replayed.replayed) == (first.groups, 1, True)
+    await finish(new, 1)
+    assert (await scene.control()).version == Version(1, 1)
+    assert (await plan_now(new, 2)).groups == second.groups
+    await finish(new, 2)
+    control = await scene.control()
+    assert (control.version, control.replaying) == (Version(2, 2), False)
+    assert await scene.leases(writer) == {4: 1, 5: 1, 6: 2, 7: 2}
+
+
+async def test_leases_that_a_logged_plan_has_closed_do_not_come_back(scene: Scene):
+    old = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(old)
+    state = old.state()
+    await writer.commit([group(0), group(1)])
+    await scene.tick(old)
+    await plan_now(old, 1)
+    new = await scene.trainer(state)
+    await scene.tick(new)
+    assert sorted(await scene.leases(writer)) == [2, 3]
+
+
+async def test_without_control_the_leases_are_those_of_the_checkpoint(scene: Scene):
+    old = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(old)
+    state = old.state()
+    del scene.bucket.objects[CONTROL_KEY]
+    new = await scene.trainer(state)
+    assert new.term == 2
+    assert await scene.leases(writer) == {0: 0, 1: 0, 2: 0, 3: 0}
+
+
+async def test_a_checkpoint_below_what_was_collected_is_refused_in_words(scene: Scene):
+    old = await scene.trainer()
+    state = old.state()
+    await old.log.append(Collect(old.term, below=old.log.position))
+    with pytest.raises(ValueError, match="step 0 is too old"):
+        await scene.trainer(state)
+
+
+async def test_acknowledged_shards_that_have_vanished_do_not_block_a_restart(scene: Scene):
+    old = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(old)
+    await writer.commit([group(0)])
+    await writer.commit([group(1)])
+    await scene.tick(old)
+    del scene.bucket.objects[shard_key(writer.ulid, 0)]
+    new = await scene.trainer()
+    await scene.tick(new)
+    assert sorted(await scene.leases(writer)) == [0, 1, 2, 3]
+    await writer.commit([group(0), group(1)])
+    await scene.tick(new)
+    assert indices(await plan_now(new, 1)) == [0, 1]
+
+
+async def test_the_stop_record_ends_granting_and_tells_the_workers(scene: Scene):
+    trainer = await scene.trainer()
+    await trainer.stop("complete")
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    control = await writer.sync(Report(version=None))
+    assert (control.stop, control.leases) == ("complete", {})
+    records = await TrainerLog(scene.plain).take_over()
+    assert (records[-1][1].reason, records[-1][1].step) == ("complete", 0)
+
+
+# Evaluation
+
+
+async def test_an_evaluation_is_assigned_until_its_result_is_there(scene: Scene):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    await trainer.evaluate(0, Version(1, 0))
+    request = (await writer.sync(Report(version=None))).evaluation
+    assert request
+    assert (request.step, request.version) == (0, Version(1, 0))
+    assert await trainer.evaluation(0) is None
+    await scene.plain.create(evaluation_key(0), b'{"set": {"avg@1": 0.5}}')
+    await scene.tick(trainer)
+    assert (await scene.control()).evaluation is None
+    assert await trainer.evaluation(0) == {"set": {"avg@1": 0.5}}
+
+
+async def test_the_evaluation_of_a_lost_writer_passes_to_another_and_survives_a_restart(scene: Scene):
+    trainer = await scene.trainer()
+    lost = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    await trainer.evaluate(0, Version(1, 0))
+    state = trainer.state()
+    other = await scene.writer("rollout-1")
+    successor = await scene.trainer(state)
+    for _ in range(15):
+        await keep_alive(scene, other)
+        await scene.tick(successor)
+    control = await scene.control()
+    assert control.writers[lost.ulid].final == 0
+    assert control.evaluation
+    assert control.evaluation.writer == other.ulid
+
+
+async def test_an_evaluation_whose_result_is_there_is_not_asked_for_again(scene: Scene):
+    trainer = await scene.trainer()
+    await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    await scene.plain.create(evaluation_key(0), b"{}")
+    await trainer.evaluate(0, Version(1, 0))
+    assert (await scene.control()).evaluation is None

@@ -1,0 +1,339 @@
+"""operators.local: whole runs with stand-ins in place of the pipeline's processes, as `miles run` would have them."""
+
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from operators import local
+from operators.children import children
+from operators.local import Run, overdue
+from operators.processes import BackOff
+from operators.resolve import Platform
+from operators.runfolder import RunFolder
+from operators.spec import RLJob
+from operators.spec.pods import RunPolicy
+
+FAST = BackOff(first_s=0.02, cap_s=0.05, attempts=3)
+STAND_IN = str(pathlib.Path(__file__).with_name("stand_in.py"))
+PARTS = {"pipeline.fetch": "fetch", "pipeline.rollout": "worker", "pipeline.launch": "trainer"}
+MODEL = "/var/lib/miles/model"
+
+Start = Callable[..., Run]
+
+
+def job(name: str = "sums", **spec: Any) -> RLJob:
+    content = {
+        "model": {"uri": "hf://org/tiny"},
+        "data": {"sets": [{"generator": "reasoning-gym/chain_sum"}]},
+        "algorithm": {"type": "grpo", "totalSteps": 3, "promptsPerStep": 2, "groupSize": 4},
+        "store": {"uri": "file://./store"},
+    }
+    value = {"apiVersion": "miles.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": name}, "spec": content | spec}
+    return RLJob.model_validate(value)
+
+
+def stand_in_children(job: RLJob, **arguments: Any) -> list[dict[str, Any]]:
+    """The real children, with stand_in.py in place of every command; probes quick."""
+    found = children(job, **arguments)
+    for child in found:
+        pod = child.get("spec", {}).get("template", {}).get("spec", {})
+        for container in [*pod.get("initContainers", []), *pod.get("containers", [])]:
+            part = PARTS.get(container["command"][-1], "vllm")
+            container["command"], container["args"] = ["python", STAND_IN, part], []
+            container["env"].append({"name": "STAND_IN_MODEL", "value": MODEL})
+            for probe in ("startupProbe", "readinessProbe"):
+                if probe in container:
+                    container[probe]["periodSeconds"] = 0.05
+    return found
+
+
+@pytest.fixture
+def start(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setattr(local, "POLL_SECONDS", 0.05)
+    folders = []
+
+    def build(wanted: RLJob | None = None, progress: bool = False, **environment: str) -> Run:
+        for name, value in environment.items():
+            monkeypatch.setenv(f"STAND_IN_{name.upper()}", value)
+        wanted = wanted or job()
+        folder = RunFolder(str(tmp_path / "run"), print)
+        folder.__enter__()
+        folders.append(folder)
+        folder.claim(wanted)
+        platform = Platform(local=True, cpus=2, folder=str(tmp_path))
+        return Run(wanted, folder, platform, progress, stand_in_children, FAST)
+
+    yield build
+    for folder in folders:
+        folder.__exit__(None, None, None)
+
+
+def notes(tmp_path: pathlib.Path) -> list[str]:
+    file = tmp_path / "run" / "notes"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+async def noted(tmp_path: pathlib.Path, text: str) -> None:
+    deadline = time.monotonic() + 15
+    while not any(text in line for line in notes(tmp_path)):
+        assert time.monotonic() < deadline, f"{text!r} not in {notes(tmp_path)}"
+        await asyncio.sleep(0.02)
+
+
+def processes_of(folder: pathlib.Path) -> list[int]:
+    """Every living process that has the run's folder in its environment."""
+    found = []
+    for entry in pathlib.Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"MILES_RUN_DIR={folder}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+async def test_a_run_completes_and_says_what_was_achieved(
+    start: Start, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await start().execute() == 0
+    shown = capsys.readouterr().out
+    assert "sums: complete" in shown
+    assert "3 of 3" in shown
+    assert "12.50 samples/s" in shown
+    assert f"file://{tmp_path}/store/default/sums/" in shown
+    assert "report     miles report" in shown
+    assert notes(tmp_path).count("fetch: fetched") == 1, "the model is fetched once for both pods"
+    assert "worker: worker left" in notes(tmp_path)
+    assert not processes_of(tmp_path / "run")
+
+
+async def test_vllm_outlives_the_worker_that_needs_it(start: Start, tmp_path: pathlib.Path) -> None:
+    await start().execute()
+    left = [note for note in notes(tmp_path) if note.endswith("left")]
+    assert left == ["worker: worker left", "vllm: vllm left"]
+
+
+async def test_a_failed_trainer_is_started_again_as_a_new_attempt(
+    start: Start, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await start(trainer="crash,complete").execute() == 0
+    assert [note for note in notes(tmp_path) if "attempt" in note] == [
+        "trainer: attempt 0 rank 0: crash",
+        "trainer: attempt 1 rank 0: complete",
+    ]
+    shown = capsys.readouterr().out
+    assert "trainer-0 ended: exit 1; it is started again" in shown
+    assert "| RuntimeError: No space left on device" in shown
+    assert "likely cause: the disk is full" in shown
+
+
+async def test_the_run_fails_after_max_restarts(
+    start: Start, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await start(job(runPolicy={"maxRestarts": 2}), trainer="crash").execute() == 1
+    assert len([note for note in notes(tmp_path) if "attempt" in note]) == 3
+    assert "the trainer failed 3 times (runPolicy.maxRestarts)" in capsys.readouterr().out
+
+
+async def test_a_user_error_ends_the_run_at_once_with_its_message(
+    start: Start, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await start(trainer="refuse").execute() == 2
+    assert "sums: model.uri: no such model" in capsys.readouterr().out
+    assert len([note for note in notes(tmp_path) if "attempt" in note]) == 1
+
+
+async def test_a_worker_that_keeps_crashing_ends_the_run(
+    start: Start, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    assert await start(trainer="hang", worker="crash").execute() == 1
+    shown = capsys.readouterr().out
+    assert "rollout-0-worker failed 3 times in a row" in shown
+    assert "likely cause: a server that it needs does not answer" in shown
+    assert not processes_of(tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_asks_the_trainer_for_a_checkpoint_before_anything_ends(
+    start: Start, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    running = asyncio.create_task(start(trainer="hang").execute())
+    await noted(tmp_path, "rank 0: hang")
+    await asyncio.sleep(0.3)
+    os.kill(os.getpid(), number)
+    assert await running == 128 + number
+    order = [note for note in notes(tmp_path) if "attempt" not in note and "fetch" not in note]
+    assert order == [
+        "trainer: paused by request",
+        "trainer: checkpoint written",
+        "worker: worker left",
+        "vllm: vllm left",
+    ]
+    assert "paused, a checkpoint is written; the same command goes on" in capsys.readouterr().out
+
+
+async def test_a_trainer_that_takes_no_requests_is_sent_sigterm(start: Start, tmp_path: pathlib.Path) -> None:
+    running = asyncio.create_task(start(trainer="silent").execute())
+    await noted(tmp_path, "rank 0: silent")
+    await asyncio.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await running == 128 + signal.SIGINT
+    assert "trainer: checkpoint written" in notes(tmp_path)
+    assert "trainer: paused by request" not in notes(tmp_path)
+
+
+async def test_a_second_signal_kills_what_does_not_end(start: Start, tmp_path: pathlib.Path) -> None:
+    running = asyncio.create_task(start(trainer="hang", vllm="stubborn").execute())
+    await noted(tmp_path, "rank 0: hang")
+    await asyncio.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGINT)
+    await noted(tmp_path, "worker left")
+    began = time.monotonic()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await running == 128 + signal.SIGINT
+    assert time.monotonic() - began < 5
+    assert not processes_of(tmp_path / "run")
+
+
+async def test_when_one_trainer_node_fails_the_others_are_stopped(start: Start, tmp_path: pathlib.Path) -> None:
+    wanted = job(trainer={"nodes": 2}, runPolicy={"maxRestarts": 0})
+    assert await start(wanted, trainer="crash-rank-1").execute() == 1
+    assert "trainer: checkpoint written" in notes(tmp_path), "rank 0 had the chance to save"
+    assert not processes_of(tmp_path / "run")
+
+
+async def test_ports_in_use_are_evaded(start: Start, tmp_path: pathlib.Path) -> None:
+    with socket.socket() as first, socket.socket() as second:
+        for port, held in ((8000, first), (8001, second)):
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):  # somebody else holds it: as good
+                held.bind(("127.0.0.1", port))
+                held.listen()
+        run = start(job(rollout={"replicas": 2}), step_seconds="0.2")
+        assert await run.execute() == 0
+    given = list(run.ports.given.values())
+    assert not {8000, 8001} & set(given)
+    assert len(set(given)) == len(given) == 6
+    assert run.progress.step, "the trainer was asked at its new port"
+
+
+async def test_the_same_command_resumes_with_the_same_run_id(start: Start, tmp_path: pathlib.Path) -> None:
+    first = start()
+    assert await first.execute() == 0
+    first.folder.__exit__(None, None, None)
+    first.folder.lock = os.open(os.devnull, os.O_RDONLY)  # closed again by the fixture
+    second = start()
+    assert second.folder.run_id == first.folder.run_id
+    assert await second.execute() == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["attempt"] == 1
+
+
+async def test_progress_is_one_line_now_and_then_without_a_terminal(
+    start: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("operators.progress.LINE_SECONDS", 0.0)
+    await start(progress=True, steps="3", step_seconds="0.3").execute()
+    shown = capsys.readouterr().out
+    assert "step 2/3 · reward 0." in shown
+    assert "\x1b" not in shown
+
+
+KILLED = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+from tests.test_local import FAST, Platform, Run, RunFolder, job, stand_in_children
+with RunFolder(sys.argv[2], print) as folder:
+    run = Run(job(), folder, Platform(local=True, cpus=2, folder="."), False, stand_in_children, FAST)
+    asyncio.run(run.execute())
+"""
+
+
+async def test_nothing_remains_after_sigkill_and_the_next_run_waits_for_the_last_process(
+    start: Start, tmp_path: pathlib.Path
+) -> None:
+    environment = os.environ | {"STAND_IN_TRAINER": "hang"}
+    repository = str(pathlib.Path(__file__).parents[1])
+    runner = subprocess.Popen([sys.executable, "-c", KILLED, repository, str(tmp_path / "run")], env=environment)
+    try:
+        await noted(tmp_path, "rank 0: hang")
+        with pytest.raises(ValueError, match=rf"in use by another `miles run` \(process {runner.pid}\)"):
+            start()
+    finally:
+        runner.kill()
+        runner.wait()
+    started = time.monotonic()
+    run = await asyncio.to_thread(start)
+    assert time.monotonic() - started < 20
+    assert "trainer: checkpoint written" in notes(tmp_path), "SIGTERM came first"
+    assert not processes_of(tmp_path / "run")
+    assert await run.execute() == 0
+
+
+def test_a_folder_belongs_to_one_job_model_and_store(tmp_path: pathlib.Path) -> None:
+    with RunFolder(str(tmp_path), print) as folder:
+        folder.claim(job())
+        folder.claim(job(trainer={"nodes": 2}))
+        with pytest.raises(ValueError, match=r"^spec\.model\.uri: differs .* --run-dir"):
+            folder.claim(job(model={"uri": "hf://org/other"}))
+        with pytest.raises(ValueError, match=r"^metadata\.name: differs"):
+            folder.claim(job("other"))
+
+
+def test_an_attempt_number_is_never_used_twice(tmp_path: pathlib.Path) -> None:
+    for expected in (0, 1, 2):
+        with RunFolder(str(tmp_path), print) as folder:
+            assert folder.next_attempt() == expected
+
+
+@pytest.mark.parametrize(
+    ("age", "steps", "since_step", "expected"),
+    [
+        (100, 0, 100, None),
+        (1801, 0, 1801, "no step after 30m 1s (runPolicy.startupDeadlineSeconds)"),
+        (1801, 1, 1700, None),
+        (9000, 1, 3601, "no step for 1h 0m (runPolicy.progressDeadlineSeconds)"),
+        (86401, 50, 1, "not complete after 24h 0m (runPolicy.activeDeadlineSeconds)"),
+    ],
+)
+def test_deadlines(age: float, steps: int, since_step: float, expected: str | None) -> None:
+    policy = RunPolicy.model_validate({"activeDeadlineSeconds": 86400})
+    assert overdue(policy, age, steps, since_step) == expected
+
+
+def test_main_refuses_a_bad_file_in_one_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert local.main([str(tmp_path / "none.yaml")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_main_names_missing_secrets(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    wanted = job(store={"uri": "s3://bucket/prefix", "secretRef": {"name": "team"}})
+    file = tmp_path / "job.yaml"
+    file.write_text(wanted.model_dump_json(by_alias=True, exclude_unset=True))
+    assert local.main([str(file), "--run-dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "AWS_ACCESS_KEY_ID (from secret team), AWS_SECRET_ACCESS_KEY (from secret team)" in error
+
+
+def test_local_runs_without_torch_vllm_or_the_data_plane() -> None:
+    code = "import sys, operators.local; print(*sorted(name for name in sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "vllm", "transformers", "numpy", "kopf", "kubernetes"} & set(loaded)
+    ours = {name for name in loaded if name.startswith("pipeline.")}
+    registries = {f"pipeline.{part}{end}" for part in ("algorithms", "rewards") for end in ("", ".registry")}
+    assert ours <= registries | {"pipeline.config"}

@@ -1,0 +1,386 @@
+import asyncio
+import json
+import math
+import pathlib
+import random
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from pipeline import evaluation, experience
+from pipeline.config import (
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    OutputConfig,
+    PromptSetConfig,
+    RewardConfig,
+    RunConfig,
+    StoreConfig,
+)
+from pipeline.experience import Rollout, RolloutGroup
+from pipeline.messages import evaluation_key, shard_key
+from pipeline.metrics import Recorder
+from pipeline.report import document, evaluations, history, rollouts, source, summary
+from pipeline.storage import Storage, open_storage
+from pipeline.trainer_log import Drop, GroupRef, Plan, Stop, TrainerLog
+from pipeline.versions import Version
+from tests import browser
+
+HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\"><!--"
+STEPS, PROMPTS, SAMPLES = 12, 3, 4
+
+
+def configuration(folder: pathlib.Path, **changes: object) -> RunConfig:
+    return RunConfig(
+        name="sums",
+        run_id="run-1",
+        model=ModelConfig(uri="hf://org/tiny", path="/models/tiny"),
+        data=DataConfig(sets=[PromptSetConfig(name="sums", uri="https://user:secret@host/sums.jsonl?token=concealed")]),
+        rewards=[RewardConfig(name="correct", library="generator"), RewardConfig(name="brief", library="length")],
+        algorithm=AlgorithmConfig(type="grpo", total_steps=STEPS, prompts_per_step=PROMPTS, group_size=SAMPLES),
+        store=StoreConfig(uri=(folder / "store").as_uri()),
+        output=OutputConfig(uri=(folder / "model").as_uri()),
+    ).model_copy(update=changes)
+
+
+def group(index: int, version: Version, rewards: list[float | None], response: str = "7") -> RolloutGroup:
+    return RolloutGroup(
+        index=index,
+        set="sums",
+        prompt=f"What is {index} + 1?",
+        answer=str(index + 1),
+        prompt_ids=[1, 2, 3],
+        rollouts=[
+            Rollout(
+                completion_ids=[5, 6],
+                logprobs=[-0.5, -1.5],
+                completion=f"{response} ({number})",
+                finish_reason="stop",
+                reward=reward,
+                rewards={} if reward is None else {"correct": reward},
+                invalid="correct: timed out" if reward is None else None,
+                spans=[(0, version)],
+            )
+            for number, reward in enumerate(rewards)
+        ],
+        created=1.7e9,
+    )
+
+
+def row(step: int, chance: random.Random) -> dict[str, float]:
+    learnt = step / STEPS
+    return {
+        "reward/mean": learnt,
+        "reward/correct/mean": learnt + chance.gauss(0, 0.02),
+        "reward/brief/mean": -0.1,
+        "response_length/mean": 20 - 10 * learnt,
+        "actor/grad_norm": abs(chance.gauss(1, 0.2)),
+        "mismatch/kl": 1e-6 if step != 5 else math.nan,
+        "async/staleness_mean": 0.5,
+        "async/staleness_max": 1.0,
+        "async/wait_for_batch_s": 1.0,
+        "perf/forward_backward_s": 2.0,
+        "perf/step_s": 4.0,
+        "perf/samples_per_s": 3.0,
+        "perf/tokens_per_s": 40.0,
+        "my/own": float(step),
+    }
+
+
+async def trained(storage: Storage, steps: int, response: str = "7") -> None:
+    """A finished run in `storage`, as worker and trainer leave it."""
+    chance, log, recorder = random.Random(0), TrainerLog(storage), Recorder(storage, None)
+    await log.take_over()
+    for step in range(1, steps + 1):
+        groups = [
+            group(step * PROMPTS + number, Version(1, max(0, step - 2)), [0.0, 1.0, 1.0, None], response)
+            for number in range(PROMPTS)
+        ]
+        key, data = shard_key("01W", step), experience.encode(groups)
+        await storage.create(key, data)
+        references = [
+            GroupRef(each.index, key, "", place * SAMPLES, (place + 1) * SAMPLES) for place, each in enumerate(groups)
+        ]
+        drops = (Drop(900, "stale"),) if step == 2 else ()
+        await log.append(Plan(step, 1, tuple(references), drops))
+        await recorder.record(Version(1, step), row(step, chance), 1.7e9 + 4 * step)
+    await log.append(Stop(1, "complete", steps))
+
+
+async def evaluated(storage: Storage, step: int, scores: list[float]) -> None:
+    groups = [group(number, Version(1, step), [score, score]) for number, score in enumerate(scores)]
+    result = {"step": step, "version": [1, step], "sets": {"held-out": evaluation.summary(groups, 2, "correct")}}
+    await storage.create(evaluation_key(step).removesuffix(".json") + ".parquet", experience.encode(groups))
+    await storage.create(evaluation_key(step), json.dumps(result).encode())
+
+
+@pytest.fixture
+def run_folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    """What `miles run` leaves of a finished run."""
+    config = configuration(tmp_path)
+    (tmp_path / "run.json").write_text(config.model_dump_json())
+
+    async def fill() -> None:
+        storage = open_storage(config.store.uri)
+        await storage.create("run.json", b"{}")
+        await storage.create("attempts/0.json", config.model_dump_json().encode())
+        await trained(storage, STEPS, HOSTILE)
+        await evaluated(storage, 0, [0.0] * 30 + [1.0] * 2)
+        await evaluated(storage, STEPS, [0.0] * 4 + [1.0] * 28)
+        manifest = {"run_id": config.run_id, "version": [1, STEPS]}
+        await open_storage(config.output.uri).put("MANIFEST.json", json.dumps(manifest).encode())
+
+    asyncio.run(fill())
+    return tmp_path
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="run">(.*?)</script>', page, re.S)[1])
+
+
+def report(folder: pathlib.Path) -> str:
+    return asyncio.run(document.build(str(folder)))
+
+
+def test_a_page_holds_the_runs_metrics_evaluations_rollouts_and_configuration(run_folder):
+    data = data_of(report(run_folder))
+    assert data["status"]["label"] == "Complete"
+    assert (data["step"], data["steps"]) == (STEPS, list(range(1, STEPS + 1)))
+    assert data["drops"] == [["stale", 1]]
+    assert data["delivered"]["detail"] == f"step {STEPS} (final)"
+    charts = {chart["title"]: chart for section in data["charts"] for chart in section["charts"]}
+    assert [series["name"] for series in charts["Reward"]["series"]] == ["mean", "brief", "correct"]
+    assert charts["Where a step's time goes"]["series"][-1] == {"name": "other", "values": [1.0] * STEPS}
+    assert charts["Staleness"]["bound"]["value"] == 1
+    assert [chart["title"] for chart in data["others"]] == ["my/own"]
+    assert len(data["rollouts"]["trained"]) == STEPS
+
+
+def test_a_step_that_was_trained_again_counts_once_with_the_row_of_the_higher_term(run_folder):
+    storage = open_storage((run_folder / "store").as_uri())
+    asyncio.run(Recorder(storage, None).record(Version(2, STEPS), {"reward/mean": 0.25}, 1.7e9 + 99))
+    data = data_of(report(run_folder))
+    assert data["steps"] == list(range(1, STEPS + 1))
+    assert data["charts"][0]["charts"][1]["series"][0]["values"][-1] == 0.25
+
+
+def test_numbers_that_are_not_finite_are_gaps_and_the_page_stays_json(run_folder):
+    charts = {chart["title"]: chart for section in data_of(report(run_folder))["charts"] for chart in section["charts"]}
+    assert charts["KL of sampler and trainer"]["series"][0]["values"][4] is None
+
+
+def test_the_gain_is_compared_prompt_by_prompt_with_its_interval(run_folder):
+    [change] = data_of(report(run_folder))["evaluations"]
+    assert (change["before"], change["after"]) == (2 / 32, 28 / 32)
+    expected = evaluation.compare([0.0] * 30 + [1.0] * 2, [0.0] * 4 + [1.0] * 28)
+    assert change["change"] == pytest.approx(expected[0])
+    assert change["error"] == pytest.approx(expected[0] - expected[1])
+
+
+def test_one_evaluation_alone_claims_no_change(run_folder):
+    (run_folder / "store" / evaluation_key(STEPS)).unlink()
+    [change] = data_of(report(run_folder))["evaluations"]
+    assert change["before"] is None
+    assert change["after"] == 2 / 32
+
+
+def test_wilsons_interval_stays_inside_zero_and_one():
+    assert evaluations.wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert evaluations.wilson(1.0, 10)[1] == 1.0
+    assert 0.6 < evaluations.wilson(1.0, 10)[0] < 1.0
+
+
+def test_shown_advantages_are_those_of_the_algorithm_over_the_whole_step(run_folder):
+    from pipeline.algorithms import grpo
+
+    samples = data_of(report(run_folder))["rollouts"]["trained"][3]["groups"][0]["samples"]
+    rewards, valid = np.array([0.0, 1.0, 1.0, np.nan]), np.array([True, True, True, False])
+    expected = grpo.advantages(rewards, valid, np.zeros(4, int))
+    assert [sample["advantage"] for sample in samples] == [*map(pytest.approx, expected[:3]), None]
+    assert samples[3]["invalid"] == "correct: timed out"
+
+
+def test_staleness_is_the_version_before_the_step_minus_the_oldest_that_made_a_token(run_folder):
+    steps = data_of(report(run_folder))["rollouts"]["trained"]
+    assert [steps[0]["groups"][0]["samples"][0][name] for name in ("version", "staleness")] == ["t1-s0", 0]
+    assert [steps[5]["groups"][0]["samples"][0][name] for name in ("version", "staleness")] == ["t1-s4", 1]
+
+
+def test_credentials_in_urls_do_not_reach_the_page(run_folder):
+    page = report(run_folder)
+    assert "secret" not in page
+    assert "concealed" not in page
+    cards = {card["title"]: card["rows"] for card in data_of(page)["configuration"]}
+    assert ["uri", "https://…@host/sums.jsonl?token=…", True] in cards["data.sets: sums"]
+
+
+def test_the_runs_text_cannot_end_the_data_block_and_reads_back_unchanged(run_folder):
+    page = report(run_folder)
+    assert "<img" not in page
+    assert page.count("</script>") == 2
+    sample = data_of(page)["rollouts"]["trained"][0]["groups"][0]["samples"][0]
+    assert sample["response"] == f"{HOSTILE} (0)"
+
+
+@pytest.mark.parametrize("text", ["\ud800 lone", "\u2028", "\x00\x1b[31m", "-->", "&lt;", "\\u003c", "$title ${data}"])
+def test_any_text_survives_the_way_into_the_page(text):
+    page = document.page(text, {"text": text})
+    page.encode("utf-8")
+    assert data_of(page)["text"] == text.replace("\ud800", "\ufffd")
+
+
+def test_a_long_run_is_thinned_and_the_page_says_so(tmp_path):
+    storage = open_storage(tmp_path.as_uri())
+
+    async def build() -> history.History:
+        await trained(storage, rollouts.STEPS + 5)
+        return await history.read(storage, history.Bounds(metrics=10, records=20))
+
+    past = asyncio.run(build())
+    assert list(past.metrics)[:: len(past.metrics) - 1] == [1, rollouts.STEPS + 5]
+    assert len(past.metrics) == 10
+    assert past.omissions == [
+        f"Curves show 10 of {rollouts.STEPS + 5} steps, evenly spread.",
+        f"Drops are counted over the last 20 of {rollouts.STEPS + 7} records of the trainer's log.",
+    ]
+
+
+def test_long_texts_are_cut_in_the_middle_and_say_by_how_much():
+    text = rollouts.shortened("a" * 900 + "b" * 300, 400)
+    assert text == "a" * 300 + "\n… 800 characters left out …\n" + "b" * 100
+
+
+def test_a_shard_that_is_gone_or_damaged_leaves_a_gap_and_a_sentence(run_folder):
+    (run_folder / "store" / shard_key("01W", 3)).unlink()
+    (run_folder / "store" / shard_key("01W", 4)).write_bytes(b"PAR1 torn")
+    data = data_of(report(run_folder))
+    assert [each["step"] for each in data["rollouts"]["trained"]] == [1, 2, *range(5, STEPS + 1)]
+    assert "The rollouts of 2 of these steps are no longer in the store." in data["omissions"]
+
+
+def test_without_torch_the_page_lacks_advantages_and_says_why(run_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pipeline.algorithms.grpo", None)
+    data = data_of(report(run_folder))
+    assert data["rollouts"]["trained"][0]["groups"][0]["samples"][0]["advantage"] is None
+    assert (
+        "Advantages are missing: their module needs a package that is not installed here (extra `trainer`)."
+        in (data["omissions"])
+    )
+
+
+def test_a_run_that_has_trained_nothing_yet_has_a_page(tmp_path):
+    config = configuration(tmp_path)
+    (tmp_path / "run.json").write_text(config.model_dump_json())
+    data = data_of(report(tmp_path))
+    assert data["status"]["label"] == "Starting"
+    assert data["charts"] == []
+
+
+def test_a_prefix_in_a_store_is_a_run_too(run_folder):
+    storage, config, uri = asyncio.run(source.open_run((run_folder / "store").as_uri()))
+    assert (config.name, uri) == ("sums", (run_folder / "store").as_uri())
+    assert asyncio.run(storage.head("run.json")) is not None
+
+
+def test_edits_between_attempts_are_listed_by_field(tmp_path):
+    before = configuration(tmp_path)
+    after = configuration(tmp_path, attempt=1, algorithm=before.algorithm.model_copy(update={"learning_rate": 5e-6}))
+    past = history.History(
+        {}, [(0, before), (1, after)], {}, {}, {}, rollouts.history.collections.Counter(), 0, None, 1, None, []
+    )
+    assert summary.changes(past) == [(1, "algorithm.learning_rate", "1e-06", "5e-06")]
+
+
+@pytest.mark.parametrize("run", ["nowhere", "file:///nowhere/at/all", "ftp://host/run", "."])
+def test_what_is_no_run_is_refused_in_one_line(tmp_path, run):
+    command = [sys.executable, "-m", "pipeline.report", run, "-o", "page.html"]
+    environment = {"PYTHONPATH": str(pathlib.Path.cwd()), "PATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("miles report: ")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+needs_browser = pytest.mark.skipif(browser.executable() is None, reason="no Chromium: apt-get install chromium")
+
+
+@pytest.fixture
+def page_file(run_folder: pathlib.Path) -> pathlib.Path:
+    file = run_folder / "report.html"
+    file.write_text(report(run_folder), encoding="utf-8")
+    return file
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), (1400, True), (390, False), (390, True)])
+async def test_the_page_draws_its_curves_in_a_browser_without_errors_or_network(page_file, tmp_path, width, dark):
+    async with browser.page(page_file.as_uri(), width=width, dark=dark) as page:
+        assert page.errors == []
+        assert page.requests == [page_file.as_uri()]
+        assert await page.evaluate("document.title") == "sums"
+        curves = await page.evaluate("[...document.querySelectorAll('.curve')].map(path => path.getTotalLength())")
+        assert len(curves) > 10
+        assert min(curves) > width / 10
+        points = "[...document.querySelectorAll('.curve')].map(path => path.getAttribute('d').split(/[ML]/).length - 1)"
+        assert max(await page.evaluate(points)) == STEPS
+        assert await page.evaluate("document.documentElement.scrollWidth") == width
+        assert "NaN" not in await page.evaluate("document.querySelector('main').innerHTML")
+        await page.screenshot(tmp_path / "page.png")
+    assert brightness(tmp_path / "page.png") < 80 if dark else brightness(tmp_path / "page.png") > 200
+
+
+def brightness(image: pathlib.Path) -> float:
+    """Mean of all colour channels, 0 to 255."""
+    from PIL import Image
+
+    return float(np.asarray(Image.open(image).convert("L")).mean())
+
+
+@needs_browser
+@pytest.mark.slow
+async def test_hostile_text_is_shown_as_text(page_file):
+    async with browser.page(page_file.as_uri()) as page:
+        texts = await page.evaluate("[...document.querySelectorAll('.sample .text')].map(node => node.textContent)")
+        assert f"{HOSTILE} (0)" in texts
+        assert await page.evaluate("document.querySelectorAll('main img').length") == 0
+        assert page.errors == []
+
+
+@needs_browser
+@pytest.mark.slow
+async def test_pointing_at_a_curve_shows_that_steps_values_and_a_click_opens_its_rollouts(page_file):
+    async with browser.page(page_file.as_uri(), height=1600) as page:
+        cards = "[...document.querySelectorAll('.charts .card')]"
+        reward = f"{cards}.find(card => card.querySelector('h4').firstChild.data === 'Reward')"
+        chart = f"{reward}.querySelector('svg').getBoundingClientRect()"
+        box = f"(box => [box.left, box.top, box.width, box.height])({chart})"
+        left, top, width, height = await page.evaluate(box)
+        await page.move(left + width / 2, top + height / 2)
+        legend = await page.evaluate(f"{reward}.querySelector('.legend').textContent")
+        step = int(re.search(r"step (\d+)", legend)[1])
+        assert 0 < step < STEPS
+        assert f"mean {step / STEPS:.3g} " in legend.replace("brief", " brief") + " "
+        await page.click(left + width / 2, top + height / 2)
+        assert (
+            await page.evaluate("document.querySelector('output:not(#smoothing-value)').textContent") == f"step {step}"
+        )
+        assert page.errors == []
+
+
+@needs_browser
+@pytest.mark.slow
+async def test_evaluated_rollouts_and_a_search_can_be_chosen(page_file):
+    async with browser.page(page_file.as_uri()) as page:
+        choose = "(select => { select.value = 'evaluated'; select.dispatchEvent(new Event('change')) })"
+        await page.evaluate(f"{choose}(document.querySelector('.controls select'))")
+        assert "What is 0 + 1?" in await page.evaluate("document.querySelector('.group').textContent")
+        search = "(input => { input.value = '(1)'; input.dispatchEvent(new Event('input')) })"
+        await page.evaluate(f"{search}(document.querySelector('input[type=search]'))")
+        texts = await page.evaluate("[...document.querySelectorAll('.sample .text')].map(node => node.textContent)")
+        assert set(texts) == {"7 (1)"}

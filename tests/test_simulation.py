@@ -1,0 +1,43 @@
+import asyncio
+import time
+
+import pytest
+
+from tests.simulation import SCENARIOS, VirtualClock, VirtualLoop, simulate
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_index_is_trained_once_or_dropped_for_an_allowed_reason(seed: int):
+    simulate(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_many_seeds_hold(scenario: str):
+    for seed in range(10_000, 10_040):
+        simulate(seed, scenario)
+
+
+def test_a_seed_decides_everything():
+    assert simulate(9) == simulate(9)
+
+
+def test_an_hour_of_virtual_time_takes_no_real_time():
+    async def wait() -> float:
+        await VirtualClock().sleep(3600.0)
+        return VirtualClock().now()
+
+    started = time.monotonic()
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(wait()) == 1_700_003_600.0
+    assert time.monotonic() - started < 10
+
+
+def test_tasks_that_only_wait_for_each_other_are_reported_as_a_deadlock():
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner, pytest.raises(AssertionError, match="deadlock"):
+        runner.run(wait())

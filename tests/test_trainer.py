@@ -1,0 +1,433 @@
+"""pipeline.trainer, whole, with a worker that needs no vLLM (fake_worker): real store, protocol, model and ranks."""
+
+import contextlib
+import json
+import pathlib
+import random
+import threading
+import time
+import types
+
+import pytest
+import torch
+
+from pipeline import batching, experience
+from pipeline.background import Background
+from pipeline.clock import SystemClock
+from pipeline.config import RunConfig
+from pipeline.lead import Lead
+from pipeline.learner import Interrupted, Learner
+from pipeline.model.attention import Block
+from pipeline.storage import open_storage
+from pipeline.trainer import Hopeless, Stopped, Trainer
+from pipeline.trainer_log import Fenced, GroupRef, Plan, Stop, decode
+from pipeline.versions import Version
+from tests import fake_worker, models
+
+CPU = torch.device("cpu")
+EXPECTED = """
+reward/mean reward/std reward/low/mean reward/frac_zero_std loss/policy loss/entropy actor/grad_norm actor/lr
+actor/ppo_kl actor/clip_frac advantage/mean advantage/std mismatch/kl mismatch/logprob_abs_diff mismatch/ess
+async/staleness_mean async/staleness_max async/queue_size async/dropped_stale async/wait_for_batch_s
+response_length/mean response_length/max response_length/clip_ratio perf/samples_per_s perf/tokens_per_s
+perf/tokens_per_s_per_rank perf/step_s perf/forward_backward_s perf/weight_publish_s perf/peak_memory_gib
+""".split()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A folder with a random Qwen2 of 0.1 M parameters."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    models.tiny(str(folder), layers=2, hidden=64)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums in the same order whatever else runs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def configure(tmp_path, tiny, name="run", **changes):
+    content = {
+        "name": "sums",
+        "run_id": name,
+        "model": {"uri": str(tiny), "path": str(tiny)},
+        "data": {"sets": [{"name": "sums", "generator": "reasoning-gym/chain_sum"}]},
+        "rewards": [{"name": "low", "library": "generator"}],
+        "algorithm": {
+            "type": "grpo",
+            "total_steps": 6,
+            "prompts_per_step": 2,
+            "group_size": 4,
+            "max_staleness": 0,
+            "learning_rate": 1e-3,
+            "sampling": {"max_new_tokens": 12},
+        },
+        "rollout": {"poll_s": 0.02, "heartbeat_s": 0.3, "flush_s": 0.02, "max_model_len": 64},
+        "trainer": {"max_tokens_per_micro_batch": 64, "lora": {"rank": 4, "alpha": 8}},
+        "checkpoint": {"every_steps": 2, "keep_last": 2},
+        "store": {"uri": f"file://{tmp_path}/{name}"},
+    }
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        place = content
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return RunConfig.model_validate(content)
+
+
+def storage_of(config):
+    return open_storage(config.store.uri)
+
+
+@contextlib.contextmanager
+def worker(config, make=None, **options):
+    """A fake worker at work, in a thread of its own."""
+    background = Background()
+    storage = storage_of(config)
+    future = background.submit(fake_worker.work(config, storage, make or fake_worker.synthetic(config), **options))
+    try:
+        yield background
+        if future.done():
+            future.result()
+    finally:
+        background.close()
+
+
+def train(config, stop_after=None):
+    """Run one trainer in this process, as the only rank; `stop_after` a step it is asked to stop, as by SIGTERM."""
+    background, stopping, storage = Background(), threading.Event(), storage_of(config)
+    lead = Lead(config, storage, SystemClock(), random.Random(), stopping.set)
+    loop = Trainer(config, storage, background, stopping, lead)
+    record = lead.record
+
+    async def record_and_stop(version, row):
+        await record(version, row)
+        if version.step == stop_after:
+            stopping.set()
+
+    lead.record = record_and_stop
+    try:
+        loop.run(CPU)
+    finally:
+        background.close()
+    return loop
+
+
+def listed(config, folder):
+    background = Background()
+    try:
+        storage = storage_of(config)
+        infos = background.run(storage.list(folder))
+        return {info.key: background.run(storage.get(info.key)).data for info in infos}
+    finally:
+        background.close()
+
+
+def records(config):
+    return [decode(data) for _, data in sorted(listed(config, "trainer/log").items())]
+
+
+def trained(loop):
+    return {name: tensor.clone() for name, tensor in loop.learner.tensors().items()}
+
+
+def assert_same(first, second, tolerance=0.0):
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.allclose(tensor, second[name], rtol=0, atol=tolerance), name
+
+
+def test_a_run_trains_every_step_and_leaves_a_complete_record(tmp_path, tiny):
+    config = configure(tmp_path, tiny)
+    with worker(config):
+        loop = train(config)
+    plans = [record for record in records(config) if isinstance(record, Plan)]
+    assert [plan.step for plan in plans] == [1, 2, 3, 4, 5, 6]
+    assert sorted(group.index for plan in plans for group in plan.groups) == list(range(12))
+    assert isinstance(records(config)[-1], Stop)
+    assert records(config)[-1].reason == "complete"
+    rows = [json.loads(data) for _, data in sorted(listed(config, "metrics/v1").items())]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for name in EXPECTED:
+        assert all(row[name] is not None for row in rows), name
+    assert {row["async/staleness_max"] for row in rows} == {0.0}
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert loop.lead.status()["phase"] == "complete"
+    checkpoints = {key.split("/")[1][-2:] for key in listed(config, "checkpoints")}
+    assert checkpoints == {"04", "06"}
+
+
+# Going on after an interruption
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, tiny):
+    """The trained tensors of six steps in one go."""
+    torch.set_num_threads(1)
+    config = configure(tmp_path_factory.mktemp("uninterrupted"), tiny)
+    with worker(config):
+        return trained(train(config))
+
+
+def test_a_stopped_and_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path, tiny, uninterrupted):
+    config = configure(tmp_path, tiny)
+    with worker(config):
+        with pytest.raises(Stopped):
+            train(config, stop_after=3)
+        assert max(listed(config, "checkpoints")).split("/")[1].endswith("03")
+        assert_same(trained(train(config)), uninterrupted)
+
+
+class Killed(BaseException):
+    """Nothing catches it: as if the process were gone."""
+
+
+@pytest.mark.parametrize("moment", ["next_plan", "publish", "record"])
+@pytest.mark.parametrize("step", [1, 4, 5])
+def test_a_killed_run_replays_its_log_and_ends_bit_for_bit_the_same(
+    tmp_path, tiny, uninterrupted, monkeypatch, moment, step
+):
+    config = configure(tmp_path, tiny)
+    original = getattr(Lead, moment)
+
+    async def killed(lead, subject, *arguments):
+        result = await original(lead, subject, *arguments)
+        if getattr(subject, "step", subject) == step:
+            raise Killed
+        return result
+
+    with worker(config):
+        monkeypatch.setattr(Lead, moment, killed)
+        with pytest.raises(Killed):
+            train(config)
+        monkeypatch.undo()
+        loop = train(config)
+    assert_same(trained(loop), uninterrupted)
+    plans = [record for record in records(config) if isinstance(record, Plan)]
+    assert [plan.step for plan in plans] == [1, 2, 3, 4, 5, 6]  # none is planned twice
+    assert loop.version.term == 2
+
+
+def test_a_damaged_newest_checkpoint_costs_steps_but_not_the_result(tmp_path, tiny, uninterrupted, caplog):
+    config = configure(tmp_path, tiny)
+    with worker(config):
+        with pytest.raises(Stopped):
+            train(config, stop_after=5)
+        newest = max(pathlib.Path(f"{tmp_path}/run/checkpoints").iterdir())
+        next(newest.glob("*.distcp")).write_bytes(b"torn")
+        assert_same(trained(train(config)), uninterrupted)
+    assert f"checkpoint {newest.name} is damaged" in caplog.text
+
+
+def test_a_finished_run_that_is_started_again_trains_nothing_and_ends_complete(tmp_path, tiny, uninterrupted):
+    config = configure(tmp_path, tiny)
+    with worker(config):
+        train(config)
+    with worker(config, instance="rollout-1"):
+        loop = train(config)
+    assert_same(trained(loop), uninterrupted)
+    assert [record.reason for record in records(config) if isinstance(record, Stop)] == ["complete", "complete"]
+
+
+def test_a_trainer_that_another_has_replaced_ends_fenced(tmp_path, tiny):
+    config = configure(tmp_path, tiny)
+    first: list[BaseException] = []
+
+    def run_first():
+        try:
+            train(config)
+        except Exception as error:
+            first.append(error)
+
+    thread = threading.Thread(target=run_first)
+    thread.start()  # waits: there is no worker
+    wait_until(lambda: any(key.startswith("weights") for key in listed(config, "weights")))
+    with worker(config):
+        loop = train(config)
+    thread.join(30)
+    assert isinstance(first[0], Fenced)
+    assert loop.version == Version(2, 6)
+
+
+def wait_until(condition, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# Kinds of training
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer__lora": None},
+        {"algorithm__updates_per_step": 2},
+        {"algorithm__kl_coefficient": 0.1},
+        {"algorithm__kl_coefficient": 0.1, "algorithm__kl_placement": "reward", "algorithm__kl_estimator": "k1"},
+        {"algorithm__kl_coefficient": 0.1, "trainer__lora": None},
+        {"algorithm__max_staleness": 2, "algorithm__lr_schedule": "cosine", "algorithm__warmup_steps": 1},
+    ],
+    ids=["full", "two updates", "kl in the loss", "kl in the reward", "full with kl", "stale"],
+)
+def test_every_kind_of_training_runs_and_changes_the_policy(tmp_path, tiny, changes):
+    config = configure(tmp_path, tiny, algorithm__total_steps=3, checkpoint__every_steps=0, **changes)
+    with worker(config):
+        loop = train(config)
+    rows = [json.loads(data) for _, data in sorted(listed(config, "metrics/v1").items())]
+    assert [row["actor/skipped"] for row in rows] == [0.0] * 3
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert max(row["async/staleness_max"] for row in rows) <= config.algorithm.max_staleness
+    if config.algorithm.kl_coefficient and config.algorithm.kl_placement == "loss":
+        assert abs(rows[0]["loss/kl"]) < 1e-6  # the reference is where training starts
+        assert rows[-1]["loss/kl"] > 1e-6
+    published = sorted(listed(config, "weights"))
+    assert any(name.endswith("adapter_model.safetensors" if config.trainer.lora else "model.safetensors")
+               for name in published)  # fmt: skip
+    assert loop.version.step == 3
+
+
+def test_only_weights_that_somebody_may_ask_for_are_kept(tmp_path, tiny):
+    config = configure(tmp_path, tiny, algorithm__max_staleness=1)
+    with worker(config):
+        train(config)
+    assert sorted({key.split("/")[1][-2:] for key in listed(config, "weights")}) == ["04", "05", "06"]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(tmp_path, tiny):
+    config = configure(tmp_path, tiny)
+    learner = Learner(config, CPU)
+    batch = synthetic_batch(config)
+    learner.update(batch, 1, lambda: False)
+    before = {name: tensor.clone() for name, tensor in learner.tensors().items()}
+    loss = learner.algorithm.loss
+
+    def poisoned(*arguments):
+        value, logged = loss(*arguments)
+        return value * float("nan"), logged
+
+    learner.algorithm = types.SimpleNamespace(advantages=learner.algorithm.advantages, loss=poisoned)
+    assert learner.update(batch, 2, lambda: False)["actor/skipped"] == 1.0
+    assert_same(learner.tensors(), before)
+    learner.algorithm.loss = loss
+    assert learner.update(batch, 3, lambda: False)["actor/skipped"] == 0.0
+
+
+def test_several_such_steps_in_a_row_end_the_run_with_a_remedy(tmp_path, tiny):
+    loop = Trainer(configure(tmp_path, tiny), None, None, threading.Event(), None)
+    for step in (1, 2, 3, 4):
+        loop._count_skips({"actor/skipped": 1.0}, step)
+    loop._count_skips({"actor/skipped": 0.0}, 5)
+    for step in (6, 7, 8, 9):
+        loop._count_skips({"actor/skipped": 1.0}, step)
+    with pytest.raises(Hopeless, match=r"5 steps in a row, the last of them step 10: .*learning_rate"):
+        loop._count_skips({"actor/skipped": 1.0}, 10)
+
+
+def synthetic_batch(config):
+    """The batch of a plan whose groups are synthetic 0 and 1."""
+    background, storage = Background(), open_storage(f"memory://{time.monotonic_ns()}")
+    try:
+        make = fake_worker.synthetic(config)
+        data = experience.encode([make(index, Version(1, 0)) for index in (0, 1)])
+        info = background.run(storage.create("shard.parquet", data))
+        size = config.algorithm.group_size
+        groups = tuple(GroupRef(n, "shard.parquet", info.sha256, n * size, (n + 1) * size) for n in (0, 1))
+        return background.run(batching.load_plan(storage, Plan(1, 1, groups)))
+    finally:
+        background.close()
+
+
+def test_a_step_that_is_interrupted_changes_nothing(tmp_path, tiny):
+    config = configure(tmp_path, tiny)
+    learner = Learner(config, CPU)
+    before = {name: tensor.clone() for name, tensor in learner.tensors().items()}
+    answers = iter([False, False, True])
+    with pytest.raises(Interrupted):
+        learner.update(synthetic_batch(config), 1, lambda: next(answers))
+    assert_same(learner.tensors(), before)
+    assert all(parameter.grad is None for parameter in learner.parameters.values())
+
+
+# Evaluation and delivery
+
+
+def test_evaluations_are_asked_for_at_the_start_every_so_often_and_at_the_end(tmp_path, tiny, monkeypatch):
+    monkeypatch.setenv("MILES_RUN_DIR", f"{tmp_path}/local")
+    config = configure(
+        tmp_path, tiny, evaluation={"every_steps": 4, "sets": [{"name": "held-out", "generator": "reasoning-gym/x"}]},
+        output={"uri": f"file://{tmp_path}/output"},
+    )  # fmt: skip
+    with worker(config):
+        loop = train(config)
+    results = {json.loads(data)["step"]: json.loads(data) for data in listed(config, "evaluations/v1").values()}
+    assert sorted(results) == [0, 4, 6]
+    assert results[0]["sets"]["held-out"]["kind"] == "base"
+    assert results[4]["sets"]["held-out"]["kind"] == "adapter"
+    assert loop.lead.status()["evaluation"]["held-out"]["step"] == 6
+
+    summary = json.loads((tmp_path / "local" / "summary.json").read_text())
+    compared = summary["evaluation"]["held-out"]
+    assert compared["after"] > compared["before"]
+    assert compared["low"] < compared["difference"] < compared["high"]
+    assert summary["output"] == {"uri": f"file://{tmp_path}/output", "version": [1, 6]}
+    assert summary["samples_per_s"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "local" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_delivered_adapter_loads_with_peft_and_is_the_trained_policy(tmp_path, tiny):
+    config = configure(tmp_path, tiny, output={"uri": f"file://{tmp_path}/output"})
+    with worker(config):
+        loop = train(config)
+    import peft
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    delivered = peft.PeftModel.from_pretrained(base, f"{tmp_path}/output").eval()
+    transformers.AutoTokenizer.from_pretrained(f"{tmp_path}/output")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        expected = loop.learner.policy.base(ids, blocks=[Block(0, 4, None)]).logits
+        assert torch.allclose(delivered(ids).logits, expected, atol=1e-5)
+    assert json.loads((tmp_path / "output" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny)
+    assert "LoRA adapter (rank 4, alpha 8)" in (tmp_path / "output" / "README.md").read_text()
+
+
+def test_the_best_version_is_delivered_where_that_is_asked_for(tmp_path, tiny):
+    config = configure(
+        tmp_path, tiny, evaluation={"every_steps": 2, "sets": [{"name": "held-out", "generator": "reasoning-gym/x"}]},
+        output={"uri": f"file://{tmp_path}/output", "what": "best"}, trainer__lora=None,
+    )  # fmt: skip
+    best_at_2 = {0: 0.1, 2: 0.9, 4: 0.2, 6: 0.3}
+    with worker(config, scores=best_at_2.get):
+        train(config)
+    manifest = json.loads((tmp_path / "output" / "MANIFEST.json").read_text())
+    assert manifest["version"] == [1, 2]
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(manifest["files"])
+    import transformers
+
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "output")
+
+
+def test_the_policy_learns_from_samples_of_its_published_weights(tmp_path, tiny):
+    config = configure(
+        tmp_path, tiny, algorithm__total_steps=12, algorithm__prompts_per_step=4, algorithm__group_size=8,
+        algorithm__max_staleness=1, algorithm__learning_rate=2e-2, trainer__max_tokens_per_micro_batch=512,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    sampled = fake_worker.Sampled(config, storage_of(config), border=40)
+    with worker(config, sampled):
+        train(config)
+    rows = [json.loads(data) for _, data in sorted(listed(config, "metrics/v1").items())]
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
+    # The sampler is transformers on merged weights, the trainer its own pass with the adapter: they must agree.
+    assert max(row["mismatch/logprob_abs_diff"] for row in rows if row["async/staleness_max"] == 0) < 1e-4

@@ -1,0 +1,74 @@
+"""A real vLLM server on the CPU for tests: started, killed, started again on the same port."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+START_LIMIT_S = 300.0
+
+
+class VLLMServer:
+    def __init__(self, model: pathlib.Path, log: pathlib.Path, *options: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._model, self._log, self._options = model, log, options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process; it is not ready when this returns."""
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)]
+        command += ["--served-model-name", "policy", "--enforce-eager", "--dtype", "float32"]
+        command += ["--max-model-len", "256", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", *self._options]
+        environment = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            assert self._process is not None
+            assert self._process.poll() is None, f"vLLM ended: {self._log.read_text()[-3000:]}"
+            with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                return
+            time.sleep(0.5)
+        raise AssertionError(f"vLLM is not ready after {START_LIMIT_S} s: {self._log.read_text()[-3000:]}")
+
+    def kill(self) -> None:
+        """At once, with all its children."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+@contextlib.contextmanager
+def serve(model: pathlib.Path, log: pathlib.Path, *options: str) -> Iterator[VLLMServer]:
+    server = VLLMServer(model, log, *options)
+    server.start()
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.kill()
