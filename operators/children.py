@@ -18,7 +18,7 @@ from operators.resolve import REWARD_PORT, Platform, model, run_config
 from operators.spec import API_VERSION, KIND, RLJob
 from operators.spec.inputs import Reward
 from operators.spec.pods import Template
-from pipeline.config import ModelConfig, RunConfig
+from pipeline.config import DataConfig, EvaluationConfig, ModelConfig, RunConfig
 
 IN_CLUSTER = Platform()
 USER = 10001  # any id but root's; images need not know it
@@ -40,13 +40,13 @@ def children(job: RLJob, *, run_id: str, platform: Platform = IN_CLUSTER, attemp
 
 
 def config_map(job: RLJob, config: RunConfig, reward_models: Sequence[Reward], platform: Platform) -> Dict:
-    """run.json, and for each reward model the same with that model in the policy's place, for its fetch container."""
+    """run.json, and for the fetch container of each reward model a short one with that model in the policy's place."""
     data = {"run.json": config.model_dump_json(indent=2)}
+    bare = config.model_copy(update={"data": DataConfig(sets=[]), "rewards": [], "evaluation": EvaluationConfig()})
     for reward in reward_models:
         assert reward.model is not None
-        source = model(reward.model.uri, f"spec.rewards.{reward.name}.model.uri", platform)
-        served = config.model_copy(update={"model": ModelConfig.model_validate(source)})
-        data[f"reward-{reward.name}.json"] = served.model_dump_json(indent=2)
+        served = ModelConfig(**model(reward.model.uri, f"spec.rewards.{reward.name}.model.uri", platform))
+        data[f"reward-{reward.name}.json"] = bare.model_copy(update={"model": served}).model_dump_json(indent=2)
     return _object("v1", "ConfigMap", job, child_name(job, "config"), "config") | {"data": data}
 
 

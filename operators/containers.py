@@ -7,7 +7,7 @@ Ports stand in variables that end in PORT and are used as $(NAME) in arguments, 
 from collections.abc import Iterable
 from typing import Any
 
-from operators.resolve import MODEL_PATH, REWARD_PORT, REWARDS_PATH, Platform, address, cpus, model_path, processes
+from operators.resolve import MODEL_PATH, REWARD_PORT, REWARDS_PATH, Platform, cpus, model, policy_model, processes
 from operators.spec import RLJob
 from operators.spec.inputs import Reward, SecretReference
 from operators.spec.pods import GPU, EnvironmentVariable, Resources
@@ -37,7 +37,9 @@ def fetch(job: RLJob, platform: Platform, image: str, config: str, source: Secre
     keys = _credentials(source or job.spec.store.secret_ref)
     if source is not None:
         keys = [_optional(entry) for entry in keys] + [_optional(_secret("HF_TOKEN", source))]
-    environment = [*_common(platform), _value("MILES_CONFIG", config), *keys]
+    # In the model's own volume, so that files are linked there and not copied.
+    cache = [] if platform.local else [_value("HF_HOME", f"{MODEL_PATH}/.hub")]
+    environment = [*_common(platform), _value("MILES_CONFIG", config), *cache, *keys]
     return {
         "name": "fetch",
         "image": image,
@@ -53,7 +55,8 @@ def vllm(job: RLJob, platform: Platform, image: str) -> Dict:
     rollout = job.spec.rollout
     on_gpu = platform.rollout_gpus(rollout) > 0
     arguments = [
-        *_model_arguments(job, platform),
+        *("--model", policy_model(job.spec.model, platform)["path"]),
+        *(["--trust-remote-code"] if job.spec.model.trust_remote_code else []),
         *("--served-model-name", "policy", "--host", LOOPBACK, "--port", "$(MILES_VLLM_PORT)"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--max-model-len", str(rollout.max_model_len), "--seed", str(job.spec.data.seed)),
@@ -152,7 +155,7 @@ def reward_model(reward: Reward, platform: Platform, image: str) -> Dict:
     """The server of a reward model; it scores and offers nothing else."""
     assert reward.model is not None
     on_gpu = platform.model_gpus(reward.model.resources) > 0
-    path = model_path(address(reward.model.uri, "model", platform))
+    path = model(reward.model.uri, f"spec.rewards.{reward.name}.model.uri", platform)["path"]
     arguments = [
         *("--model", path, "--served-model-name", "reward", "--runner", "pooling", "--convert", "classify"),
         *("--host", LOOPBACK if platform.local else "0.0.0.0", "--port", "$(MILES_VLLM_PORT)"),
@@ -227,11 +230,6 @@ def reward_files(job: RLJob, platform: Platform) -> list[tuple[Dict, Dict]]:
 def adapters_are_hot(job: RLJob, platform: Platform) -> bool:
     loading = job.spec.rollout.adapter_loading
     return loading == "hot" if loading else platform.rollout_gpus(job.spec.rollout) > 0
-
-
-def _model_arguments(job: RLJob, platform: Platform) -> list[str]:
-    path = model_path(address(job.spec.model.uri, "spec.model.uri", platform))
-    return ["--model", path, *(["--trust-remote-code"] if job.spec.model.trust_remote_code else [])]
 
 
 def _dtype(job: RLJob, on_gpu: bool) -> str:

@@ -74,7 +74,13 @@ def say(text: str) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="miles run", description="Run an RLJob as processes on this machine.")
+    parser = argparse.ArgumentParser(
+        prog="miles run",
+        description="Run an RLJob as processes on this machine. Ctrl-C pauses it after a checkpoint; the same command "
+        "goes on. A second Ctrl-C kills what is still there.",
+        epilog="Exit codes: 0 complete; 1 failed; 2 refused, something must be mended first; 4 paused by request; "
+        "130, 143, 129 paused by Ctrl-C, SIGTERM, SIGHUP.",
+    )
     parser.add_argument("file", help="YAML file with the RLJob")
     parser.add_argument("--run-dir", help="folder of this run, kept for resuming (default: runs/<name of the job>)")
     parser.add_argument(
@@ -120,8 +126,7 @@ class Run:
         with self.display:
             async with supervisor, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(STATUS_TIMEOUT)) as self.http:
                 self.supervisor = supervisor
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                    asyncio.get_running_loop().add_signal_handler(number, self.on_signal, number)
+                self.heed_signals()
                 self.watcher = asyncio.create_task(self.watch())
                 outcome = await self.until_over()
                 self.progress.notice = "the processes end; Ctrl-C again kills them"
@@ -215,7 +220,13 @@ class Run:
         return Outcome(FAILED, f"{exit.process} failed {self.back_off.attempts} times in a row")
 
     def announce(self, process: Process, exit: Exit, again: bool) -> None:
-        self.display.say(death_notice(process, exit, again))
+        if not exit.user_error:  # which is said once, as the outcome
+            self.display.say(death_notice(process, exit, again))
+
+    def heed_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                asyncio.get_running_loop().add_signal_handler(number, self.on_signal, number)
 
     def on_signal(self, number: signal.Signals) -> None:
         self.signals.append(number)
@@ -316,11 +327,13 @@ class Run:
     def conclude(self, outcome: Outcome) -> None:
         """The last lines on the screen: how it ended, what was achieved, where things are."""
         config = run_config(self.job, self.folder.run_id, self.platform)
-        rows = [*self.progress.summary(self.folder.summary()), ("store", config.store.uri)]
+        self.display.say(f"{self.job.metadata.name}: {outcome.text}")
+        rows = [("logs", f"{self.folder.shown}/logs")]
+        if outcome.code != REFUSED:
+            rows += [*self.progress.summary(self.folder.summary()), ("store", config.store.uri)]
+            rows.append(("report", f"miles report {self.folder.shown}"))
         if config.output is not None and outcome.code == COMPLETE:
             rows.append(("model", config.output.uri))
-        rows += [("logs", f"{self.folder.shown}/logs"), ("report", f"miles report {self.folder.shown}")]
-        self.display.say(f"{self.job.metadata.name}: {outcome.text}")
         self.display.say("\n".join(f"  {label:<10} {text}" for label, text in rows))
 
 

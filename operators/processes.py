@@ -130,7 +130,7 @@ class Process:
         return time.monotonic() - self.since
 
     def send(self, number: signal.Signals) -> None:
-        """SIGTERM: end within the grace; SIGQUIT: kill now. To the guard, which does the rest."""
+        """To the guard, which does the rest. SIGTERM: end within the grace; SIGQUIT: kill now."""
         if self.guard is not None and self.guard.returncode is None:
             self.guard.send_signal(number)
 
@@ -141,9 +141,14 @@ class Process:
         if not self.started:
             asyncio.get_running_loop().call_later(UNSTARTED_GRACE_S, self._kill_life, self.guard)
 
+    def kill(self) -> None:
+        """End this life without grace."""
+        self.send(signal.SIGTERM)  # for a guard that does not know SIGQUIT yet, and may have inherited ignoring it
+        self.send(signal.SIGQUIT)
+
     def _kill_life(self, life: asyncio.subprocess.Process | None) -> None:
         if life is self.guard:
-            self.send(signal.SIGQUIT)
+            self.kill()
 
 
 class Supervisor:
@@ -218,7 +223,7 @@ class Supervisor:
         self.closing = True
         for process in self.processes.values():
             process.stop_requested.set()
-            process.send(signal.SIGQUIT)
+            process.kill()
 
     async def stop(self, processes: Iterable[Process], at_once: bool = False) -> None:
         """End the processes for good, at once or with their grace, and wait until they are gone."""
@@ -229,7 +234,7 @@ class Supervisor:
         first = [process for process in processes if process not in needed]
         for process in first:
             if at_once:
-                process.send(signal.SIGQUIT)
+                process.kill()
             else:
                 process.end("stopped")
         await gone(first, max((process.spec.stop_delay_s for process in needed), default=0.0))
@@ -292,7 +297,7 @@ class Supervisor:
         process.reason = ""
         process.enter("starting")
         if process.stop_requested.is_set():  # meanwhile
-            process.send(signal.SIGQUIT)
+            process.kill()
         probes = asyncio.create_task(self._probe(process))
         try:
             code = await process.guard.wait()

@@ -37,6 +37,9 @@ class Progress:
     began: float = dataclasses.field(default_factory=time.monotonic)
     processes: Sequence[Process] = ()
     trainer: Status = dataclasses.field(default_factory=dict)
+    """What it said last."""
+    trainer_answered: float = 0.0
+    """When it last answered."""
     workers: Mapping[str, Status] = dataclasses.field(default_factory=dict)
     restarts: int = 0  # of the trainer
     notice: str = ""
@@ -57,6 +60,7 @@ class Progress:
         self.peak_memory = max(self.peak_memory, memory)
         if trainer is None:
             return
+        self.trainer_answered = time.monotonic()
         self.trainer = trainer
         step = int(trainer.get("step") or 0)
         if self.step is not None and step > self.step:
@@ -97,7 +101,7 @@ class Progress:
         for pod, status in self.workers.items():
             if status.get("waiting_for"):
                 parts.append(f"{pod} waits for {status['waiting_for']}")
-        if self.trainer.get("waiting_for"):
+        if self._trainer_is_up() and self.trainer.get("waiting_for"):
             parts.append(f"the trainer waits for {self.trainer['waiting_for']}")
         return "; ".join(parts) or None
 
@@ -107,14 +111,20 @@ class Progress:
             return f"a pause before the next start {where}"
         if process.spec.one_off and process.state != "ended":
             return f"{'fetching the model' if 'fetch' in process.spec.name else 'preparing'} {where}"
-        if process.spec.name.startswith("trainer") and process.state == "ready" and not self.trainer:
+        if process.spec.name.startswith("trainer") and process.state == "ready" and not self._trainer_is_up():
             return f"the trainer is starting {where}"
         return None
 
+    def _trainer_is_up(self) -> bool:
+        """Whether the present incarnation of the trainer has answered yet."""
+        began = max((p.since for p in self.processes if p.spec.name.startswith("trainer")), default=0.0)
+        return self.trainer_answered > began
+
+    def phase(self) -> str:
+        return str(self.trainer.get("phase") or "running") if self._trainer_is_up() else "starting"
+
     def headline(self) -> str:
-        parts = [
-            f"{self.name}  {self.trainer.get('phase') or 'Starting'} for {duration(time.monotonic() - self.began)}"
-        ]
+        parts = [f"{self.name}  {self.phase()} for {duration(time.monotonic() - self.began)}"]
         if self.trainer.get("total_steps"):
             parts.append(f"step {self.trainer.get('step', 0)} of {self.trainer['total_steps']}")
         if self.trainer.get("eta_s") is not None:
@@ -180,7 +190,7 @@ class Progress:
         """The same in one line, for a log."""
         stamp = f"[{clock_time(time.monotonic() - self.began)}]"
         if not self.trainer.get("step"):
-            return f"{stamp} waiting: {self.waiting_for() or self.trainer.get('phase') or 'starting'}"
+            return f"{stamp} waiting: {self.waiting_for() or self.phase()}"
         status = self.trainer
         parts = [f"step {status['step']}/{status.get('total_steps', '?')}"]
         if status.get("reward_mean") is not None:

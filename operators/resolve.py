@@ -82,7 +82,7 @@ def run_config(job: RLJob, run_id: str, platform: Platform, attempt: int = 0) ->
         "name": job.metadata.name,
         "run_id": run_id,
         "attempt": attempt,
-        "model": _policy_model(spec.model, platform),
+        "model": policy_model(spec.model, platform),
         "data": {
             "seed": spec.data.seed,
             "system_prompt": spec.data.system_prompt,
@@ -119,23 +119,20 @@ def run_config(job: RLJob, run_id: str, platform: Platform, attempt: int = 0) ->
 GENERATOR_REWARD = {"name": "generator", "library": "generator"}
 
 
-def _policy_model(source: ModelSource, platform: Platform) -> dict[str, Any]:
-    return model(source.uri, "spec.model.uri", platform) | {
+def policy_model(source: ModelSource, platform: Platform) -> dict[str, Any]:
+    tokenizer = source.tokenizer and address(source.tokenizer, "spec.model.tokenizer", platform)
+    return model(source.uri, "spec.model.uri", platform, tokenizer) | {
         "revision": source.revision,
-        "tokenizer": source.tokenizer and address(source.tokenizer, "spec.model.tokenizer", platform),
         "trust_remote_code": source.trust_remote_code,
     }
 
 
-def model(uri: str, field: str, platform: Platform) -> dict[str, Any]:
-    """The part of a ModelConfig that follows from where a model comes from."""
+def model(uri: str, field: str, platform: Platform, tokenizer: str | None = None) -> dict[str, Any]:
+    """Where a model comes from, and where children find it: a folder of this machine is used where it lies, unless it
+    gets another tokenizer; other models are fetched."""
     place = address(uri, field, platform)
-    return {"uri": place, "path": model_path(place)}
-
-
-def model_path(uri: str) -> str:
-    """Where children find the model: a local folder is used where it is, others are fetched first."""
-    return uri.removeprefix("file://") if uri.startswith("file://") else MODEL_PATH
+    in_place = place.startswith("file://") and tokenizer is None
+    return {"uri": place, "tokenizer": tokenizer, "path": place.removeprefix("file://") if in_place else MODEL_PATH}
 
 
 def address(uri: str, field: str, platform: Platform) -> str:

@@ -207,7 +207,15 @@ class RunConfig(Config):
 def load(path: str | None = None) -> RunConfig:
     """Read the RunConfig from `path`, by default from the file that MILES_CONFIG names.
 
-    Raises ValueError (pydantic's) for a malformed file, FileNotFoundError for a missing one.
+    Raises ValueError, one line for all that is wrong with it.
     """
-    path = path or os.environ[CONFIG_VARIABLE]
-    return RunConfig.model_validate_json(pathlib.Path(path).read_text())
+    path = path or os.environ.get(CONFIG_VARIABLE)
+    if not path:
+        raise ValueError(f"{CONFIG_VARIABLE} is not set; it names the run's configuration file")
+    try:
+        return RunConfig.model_validate_json(pathlib.Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"{CONFIG_VARIABLE}: {error.filename}: {error.strerror}") from None
+    except pydantic.ValidationError as error:
+        faults = [".".join(map(str, fault["loc"])) + ": " + fault["msg"] for fault in error.errors()]
+        raise ValueError("configuration: " + "; ".join(faults)) from None

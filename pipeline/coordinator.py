@@ -15,29 +15,26 @@ happens in one event loop, with `run` as a task in it; the next step's plan may 
 import asyncio
 import collections
 import dataclasses
-import itertools
 import json
 import logging
 import random
 from typing import Any
 
-from pipeline import planning
+from pipeline import resume
 from pipeline.assignment import Assignments, Candidate
 from pipeline.clock import Clock
 from pipeline.config import RunConfig
 from pipeline.control_file import ControlFile
-from pipeline.intake import Intake
-from pipeline.leases import Frontier, Holder, Lease, Ledger, Suspicions, grant
-from pipeline.messages import ControlState, WriterEntry, evaluation_key, shard_key
-from pipeline.roster import GETS_AT_ONCE, Known, Roster
+from pipeline.dispatch import Dispatcher
+from pipeline.leases import Lease, Ledger
+from pipeline.messages import SHARDS_FOLDER, ControlState, evaluation_key
+from pipeline.resume import State
+from pipeline.roster import Known, Roster
 from pipeline.storage import Storage, StorageError
-from pipeline.trainer_log import Collect, DropReason, Plan, Record, Stop, TrainerLog
+from pipeline.trainer_log import Collect, Plan, Record, Stop, TrainerLog
 from pipeline.versions import Version
 
 log = logging.getLogger(__name__)
-
-FORGET_AFTER = 10
-"""Lease time-outs after which a revoked, silent writer is no longer mentioned."""
 
 
 class Coordinator:
@@ -54,27 +51,32 @@ class Coordinator:
         """`vocabulary`: a shard with a token id that is not below it is damaged; None: not checked."""
         self.storage, self.config, self.clock, self.randomness = storage, config, clock, randomness
         self.log = TrainerLog(storage)
-        self.ledger = Ledger()
-        self.suspicions = Suspicions(config.rollout.max_failures)
-        self.roster = Roster(storage, config.rollout.lease_timeout_s, 2 * config.rollout.heartbeat_s)
-        self.intake = Intake(storage, config.algorithm.group_size, vocabulary)
-        self.assignments = Assignments()
         self.control = ControlFile(storage)
+        self.dispatcher = Dispatcher(storage, config, clock, vocabulary)
+        self.assignments = Assignments()
         self.step = 0
         self.version: Version | None = None
         self.stopped: str | None = None
+        self.dropped: collections.Counter[str] = collections.Counter()
         self._wanted: str | None = None
         self._outage: str | None = None
-        self.dropped: collections.Counter[str] = collections.Counter()
+        self._failure: Exception | None = None
         self._logged = 0  # last step that the log had at takeover
         self._positions: dict[int, int] = {0: 0}  # step → log position behind its plan
         self._beaten: float | None = None
         self._ticked = asyncio.Event()
-        self._failure: Exception | None = None
 
     @property
     def term(self) -> int:
         return self.log.term
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.dispatcher.ledger
+
+    @property
+    def roster(self) -> Roster:
+        return self.dispatcher.roster
 
     @property
     def waiting_for(self) -> str | None:
@@ -91,45 +93,41 @@ class Coordinator:
     async def take_over(self, state: dict[str, Any] | None = None) -> None:
         """Fence earlier trainers and restore; `state` is what `state` returned for the checkpoint, None without one.
 
-        Raises Fenced if another trainer takes over at the same time, ValueError if what `state` needs was collected.
+        Raises Fenced if another trainer takes over at the same time, ValueError if what `state` needs was collected,
+        StorageError if records of the log are missing.
         """
-        saved = state or {"term": 0, "step": 0, "position": 0, "low": 0, "above": [], "writers": {}, "evaluations": []}
-        records = await self.log.take_over(saved["position"], saved["term"])
+        saved = State.from_json(state) if state else State()
+        records = await self.log.take_over(saved.position, saved.term)
         self._restore(saved, records)
         predecessor, info = await self.control.seize(self._control())
         self.roster.wrote(info.modified)
         self._adopt(saved, predecessor)
-        for known in list(self.roster.writers.values()):
-            await self.intake.drain(known, self.ledger)
-            if known.cursor < known.promised:
-                log.warning("shard %s is gone", shard_key(known.ulid, known.cursor))
-                known.cursor = known.promised
-        self._refuse(self._logged + 1)
+        await self.dispatcher.catch_up()
+        self.dispatcher.refuse(self._logged + 1)
 
-    def _restore(self, saved: dict[str, Any], records: list[tuple[int, Record]]) -> None:
-        self.step = self._logged = saved["step"]
-        self._positions = {self.step: saved["position"]}
-        self.assignments = Assignments({step: Version(*version) for step, version in saved["evaluations"]})
-        self.ledger = Ledger(Frontier.from_json(saved))
+    def _restore(self, saved: State, records: list[tuple[int, Record]]) -> None:
+        self.step = self._logged = saved.step
+        self._positions = {self.step: saved.position}
+        self.assignments = Assignments(saved.evaluations)
+        self.dispatcher.ledger = Ledger(saved.frontier)
         for number, record in records:
             if isinstance(record, Plan) and record.step > self._logged:
-                assert record.step == self._logged + 1, f"the log lacks a plan of step {self._logged + 1}"
-                self._logged = record.step
+                self._logged += 1
+                if record.step != self._logged:
+                    raise StorageError(f"trainer/log has no plan of step {self._logged}: records have been deleted")
                 self._enter(dataclasses.replace(record, replayed=True), number + 1)
-            elif isinstance(record, Collect) and record.below > saved["position"]:
+            elif isinstance(record, Collect) and record.below > saved.position:
                 raise ValueError(f"the checkpoint of step {self.step} is too old: what followed it has been deleted")
 
-    def _adopt(self, saved: dict[str, Any], old: ControlState | None) -> None:
-        entries = {
-            ulid: WriterEntry(entry["instance"], dict(entry["leases"]), entry["acknowledged"], entry["final"])
-            for ulid, entry in saved["writers"].items()
-        }
+    def _adopt(self, saved: State, old: ControlState | None) -> None:
+        """The leases are those of control/state.json, or else the checkpoint's; none that the log has closed."""
+        entries = saved.writers
         if old is not None:
             entries = {ulid: dataclasses.replace(entry, leases={}) for ulid, entry in entries.items()} | old.writers
             if old.version is not None and old.version.step <= self._logged:
                 self.version = old.version
         for ulid, entry in entries.items():
-            cursor = saved["writers"].get(ulid, {"cursor": 0})["cursor"]
+            cursor = saved.cursors.get(ulid, 0)
             self.roster.writers[ulid] = Known(ulid, entry.instance, cursor, entry.acknowledged, entry.final)
             for index, minimum in entry.leases.items():
                 if not self.ledger.taken(index) and entry.final is None:
@@ -137,25 +135,32 @@ class Coordinator:
 
     def state(self) -> dict[str, Any]:
         """What the checkpoint of the last finished step must keep for `take_over`; JSON."""
-        held, writers = self.ledger.held(), {}
-        for ulid, known in self.roster.writers.items():
-            cursor = self.ledger.cursor(ulid, known.cursor)
-            if known.live or cursor < known.cursor:
-                writers[ulid] = {
-                    "instance": known.instance,
-                    "cursor": cursor,
-                    "acknowledged": known.cursor,
-                    "final": known.final,
-                    "leases": [[index, lease.minimum] for index, lease in held[ulid].items()],
-                }
-        return {
-            "term": self.term,
-            "step": self.step,
-            "position": self._positions[self.step],
-            **self.ledger.frontier.to_json(),
-            "writers": writers,
-            "evaluations": [[step, list(version)] for step, version in self.assignments.pending.items()],
-        }
+        cursors = {ulid: self.ledger.cursor(ulid, known.cursor) for ulid, known in self.roster.writers.items()}
+        kept = [known for ulid, known in self.roster.writers.items() if known.live or cursors[ulid] < known.cursor]
+        return State(
+            term=self.term,
+            step=self.step,
+            position=self._positions[self.step],
+            frontier=self.ledger.frontier,
+            writers=resume.entries(kept, self.ledger),
+            cursors=cursors,
+            evaluations=self.assignments.pending,
+            time=self.roster.now,
+        ).to_json()
+
+    async def collect(self, oldest: dict[str, Any]) -> int:
+        """Delete the shards that no checkpoint needs; returns how many. For `store.retention: window`.
+
+        `oldest`: what `state` returned for the oldest checkpoint that is kept. No trainer can resume from an older
+        one after this. Raises Fenced.
+        """
+        state = State.from_json(oldest)
+        await self.log.append(Collect(self.term, below=state.position))
+        shards = await self.storage.list(SHARDS_FOLDER)
+        keys = resume.expired(shards, state, grace_s=self.config.rollout.lease_timeout_s)
+        for key in keys:
+            await self.storage.delete(key)
+        return len(keys)
 
     # Steps
 
@@ -172,18 +177,10 @@ class Coordinator:
         return self.ledger.plans[step]
 
     async def _choose(self, step: int) -> Plan:
-        algorithm = self.config.algorithm
         while True:
             if self._failure:
                 raise self._failure
-            self._refuse(step)
-            choice = planning.choose(
-                step,
-                self.ledger.delivered.values(),
-                self.ledger.leases,
-                algorithm.prompts_per_step,
-                algorithm.max_staleness,
-            )
+            choice = self.dispatcher.choose(step)
             if choice.groups:
                 self._wanted = None
                 return Plan(
@@ -191,29 +188,15 @@ class Coordinator:
                     term=self.term,
                     groups=tuple(group.ref for group in choice.groups),
                     drops=tuple(drop for drop, _ in self.ledger.aside.values()),
-                    quarantined=tuple(self.intake.damaged.values()),
+                    quarantined=tuple(self.dispatcher.intake.damaged.values()),
                 )
-            self._wanted = self._describe(step, choice)
+            self._wanted = self.dispatcher.describe(step, choice)
             self._ticked.clear()
             await self._ticked.wait()
 
-    def _refuse(self, step: int) -> None:
-        algorithm = self.config.algorithm
-        need_spread = bool(algorithm.parameters.get("dynamic_sampling", False))
-        for index, group in list(self.ledger.delivered.items()):
-            reason = planning.refusal(group, step, algorithm.max_staleness, need_spread)
-            if reason:
-                self._set_aside(index, reason)
-
-    def _set_aside(self, index: int, reason: DropReason) -> None:
-        log.info("prompt index %d is dropped: %s", index, reason)
-        self.ledger.set_aside(index, reason)
-
     def _enter(self, plan: Plan, position: int) -> None:
-        self.ledger.plan(plan)
+        self.dispatcher.enter(plan)
         self._positions[plan.step] = position
-        self.intake.logged(plan.quarantined)
-        self.suspicions.forget([group.index for group in plan.groups] + [drop.index for drop in plan.drops])
 
     async def finish_step(self, step: int) -> None:
         """`step` has been trained."""
@@ -296,11 +279,13 @@ class Coordinator:
 
     async def tick(self) -> None:
         """One round of listening, reading, granting and telling. Raises Fenced, StorageError."""
+        rollout = self.config.rollout
         try:
-            beat = self._is_due(self._beaten, self.config.rollout.heartbeat_s)
+            # A clock that was set back makes a beat due.
+            beat = self._beaten is None or not 0 <= self.clock.now() - self._beaten < rollout.heartbeat_s
             if beat:
-                await self._listen()
-            await self._read()
+                await self.dispatcher.listen(patient=self.replaying)
+            await self.dispatcher.read(rollout.poll_s if self._wanted else rollout.flush_s)
             await self._settle_evaluation()
             self._grant()
             await self._tell(fresh=beat)
@@ -309,111 +294,9 @@ class Coordinator:
         finally:
             self._ticked.set()
 
-    def _is_due(self, last: float | None, period_s: float) -> bool:
-        """A clock that was set back makes everything due."""
-        return last is None or not 0 <= self.clock.now() - last < period_s
-
-    async def _listen(self) -> None:
-        for known, reason in await self.roster.refresh():
-            await self._revoke(known, reason)
-        for known in self.roster.live():
-            if known.heartbeat:
-                for index in known.heartbeat.handed_back:
-                    self.ledger.release(index, known.ulid)
-                for index, reason in known.heartbeat.failures.items():
-                    self._fail(index, known, reason)
-            await self._end_overdue(known)
-        self._forget()
-
-    async def _end_overdue(self, known: Known) -> None:
-        limit = self.config.rollout.group_timeout_s
-        held = self.ledger.held()[known.ulid]
-        overdue = [index for index, lease in held.items() if self.roster.elapsed - lease.granted > limit]
-        if overdue and not self.replaying:
-            for index in overdue:
-                self._fail(index, known, f"not delivered within {limit:g} s")
-            await self._revoke(known, f"prompt index {overdue[0]} not delivered within {limit:g} s")
-
-    async def _revoke(self, known: Known, reason: str) -> None:
-        """Nothing that this incarnation writes from now on counts; what it held is free again."""
-        await self.intake.drain(known, self.ledger)
-        log.warning("writer %s (%s) is revoked: %s", known.ulid, known.instance, reason)
-        known.final = known.cursor
-        held = list(self.ledger.held()[known.ulid])
-        for index in self.suspicions.died(held):
-            self._fail(index, known, reason)
-        for index in held:
-            self.ledger.release(index, known.ulid)
-
-    def _fail(self, index: int, known: Known, reason: str) -> None:
-        if self.ledger.release(index, known.ulid):
-            log.warning("prompt index %d failed on %s: %s", index, known.instance, reason)
-            if self.suspicions.failed(index, known.ulid):
-                self._set_aside(index, "failed")
-
-    def _forget(self) -> None:
-        for known in list(self.roster.writers.values()):
-            long_gone = self.roster.silence(known) > FORGET_AFTER * self.config.rollout.lease_timeout_s
-            if not known.live and long_gone and self.ledger.cursor(known.ulid, known.cursor) == known.cursor:
-                del self.roster.writers[known.ulid]
-
-    async def _read(self) -> None:
-        """New shards of every writer that may have one; more often while the trainer waits for them."""
-        period = self.config.rollout.poll_s if self._wanted else self.config.rollout.flush_s
-        gate = asyncio.Semaphore(GETS_AT_ONCE)
-
-        async def read(known: Known) -> None:
-            async with gate:
-                await self.intake.drain(known, self.ledger)
-            known.looked = self.clock.now()
-
-        holders = {lease.writer for lease in self.ledger.leases.values()}
-        due = []
-        for known in self.roster.live():
-            announced = known.heartbeat is not None and known.heartbeat.sequence > known.cursor
-            if announced or (known.ulid in holders and self._is_due(known.looked, period)):
-                due.append(known)
-        outcomes = await asyncio.gather(*(read(known) for known in due), return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-
     def _grant(self) -> None:
-        if self.replaying or self.stopped or self.version is None:
-            return
-        algorithm = self.config.algorithm
-        capacity = self.ledger.capacity((algorithm.max_staleness + 1) * algorithm.prompts_per_step)
-        held, holders = self.ledger.held(), []
-        for known in self.roster.live():
-            if known.heartbeat and not known.draining:
-                leases = held[known.ulid]
-                exclusive = any(self.suspicions.is_suspect(index) for index in leases)
-                holders.append(Holder(known.ulid, len(leases), known.refuses, exclusive))
-        indices = list(itertools.islice(self.ledger.free(), capacity))
-        for index, ulid in grant(indices, holders, self.config.rollout.max_concurrent_groups, self.suspicions):
-            self.ledger.lease(index, Lease(ulid, self.version.step, self.roster.elapsed))
-
-    # Telling
-
-    def _control(self) -> ControlState:
-        held = self.ledger.held()
-        return ControlState(
-            term=self.term,
-            step=self.step,
-            version=self.version,
-            writers={
-                ulid: WriterEntry(
-                    known.instance,
-                    {index: lease.minimum for index, lease in held[ulid].items()},
-                    known.cursor,
-                    known.final,
-                )
-                for ulid, known in self.roster.writers.items()
-            },
-            evaluation=self.assignments.current,
-            stop=self.stopped,
-            replaying=self.replaying,
-        )
+        if not self.replaying and not self.stopped and self.version is not None:
+            self.dispatcher.grant(self.version)
 
     async def _tell(self, fresh: bool = False) -> None:
         """Write control/state.json if it has changed, or to keep it `fresh`."""
@@ -421,20 +304,16 @@ class Coordinator:
         if info:
             self.roster.wrote(info.modified)
 
-    def _describe(self, step: int, choice: planning.Choice) -> str:
-        if not self.roster.live():
-            return "rollout workers (none registered)"
-        running = collections.Counter(
-            self.roster.writers[lease.writer].instance
-            for index, lease in self.ledger.leases.items()
-            if not choice.urgent or index in choice.urgent
+    def _control(self) -> ControlState:
+        return ControlState(
+            term=self.term,
+            step=self.step,
+            version=self.version,
+            writers=resume.entries(self.roster.writers.values(), self.ledger),
+            evaluation=self.assignments.current,
+            stop=self.stopped,
+            replaying=self.replaying,
         )
-        places = ", ".join(f"{count} running on {instance}" for instance, count in running.most_common(3))
-        if choice.urgent:
-            return f"groups that would be stale after step {step}: {places}"
-        unfit = collections.Counter(drop.reason for drop, _ in self.ledger.aside.values())
-        dropped = "".join(f"; {count} dropped ({reason})" for reason, count in unfit.items())
-        return f"{choice.ready} of {self.config.algorithm.prompts_per_step} groups; {places or 'none running'}{dropped}"
 
     def statistics(self) -> dict[str, Any]:
         """queue_groups, running, writers, dropped {reason: count}, generated_tokens, generated_tokens_per_s."""

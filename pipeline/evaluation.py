@@ -15,7 +15,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from pipeline import experience
@@ -66,7 +66,13 @@ def sampling_of(config: SamplingConfig, temperature: float | None = None) -> Sam
     )
 
 
-async def evaluate(sets: Sequence[EvaluationSet], sampler: Sampler, concurrent_groups: int) -> list[list[RolloutGroup]]:
+Aside = Callable[..., Awaitable[Any]]
+"""Calls a blocking function with arguments where it does not hold up the event loop."""
+
+
+async def evaluate(
+    sets: Sequence[EvaluationSet], sampler: Sampler, concurrent_groups: int, aside: Aside
+) -> list[list[RolloutGroup]]:
     """The groups of each set, in order. Raises the first EngineError where the engine fails."""
     slots = asyncio.Semaphore(concurrent_groups)
     offset, tasks = 0, []
@@ -74,7 +80,10 @@ async def evaluate(sets: Sequence[EvaluationSet], sampler: Sampler, concurrent_g
         async with asyncio.TaskGroup() as group:
             for entry in sets:
                 tasks.append(
-                    [group.create_task(_sample(entry, n, offset + n, sampler, slots)) for n in range(entry.count)]
+                    [
+                        group.create_task(_sample(entry, n, offset + n, sampler, slots, aside))
+                        for n in range(entry.count)
+                    ]
                 )
                 offset += entry.count
     except ExceptionGroup as failures:
@@ -83,10 +92,10 @@ async def evaluate(sets: Sequence[EvaluationSet], sampler: Sampler, concurrent_g
 
 
 async def _sample(
-    entry: EvaluationSet, number: int, index: int, sampler: Sampler, slots: asyncio.Semaphore
+    entry: EvaluationSet, number: int, index: int, sampler: Sampler, slots: asyncio.Semaphore, aside: Aside
 ) -> RolloutGroup:
     async with slots:
-        prompt = await asyncio.to_thread(entry.prompts.item, number, index)
+        prompt = await aside(entry.prompts.item, number, index)
         generated = await sampler.generate(prompt, entry.samples, entry.sampling)
     return await sampler.score(generated)
 

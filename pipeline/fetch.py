@@ -34,7 +34,7 @@ LOCK = ".fetch.lock"
 LOCK_LIMIT_S = 3600.0
 LOCK_PAUSE_S = 0.5
 
-KINDS = ["safetensors", "json", "txt", "model", "jinja", "tiktoken", "py"]
+KINDS = ["safetensors", "json", "txt", "model", "jinja", "tiktoken"]
 DOUBLES = re.compile(r"consolidated.*")
 """Other packagings of the same weights."""
 TOKENIZER = re.compile(
@@ -112,8 +112,8 @@ def main() -> None:
     termination.clear()
     try:
         config = configuration.load()
-    except (KeyError, OSError, ValueError) as error:
-        termination.report(f"{configuration.CONFIG_VARIABLE} must name the run's configuration file: {error}")
+    except ValueError as error:
+        termination.report(str(error))
         sys.exit(termination.USER_ERROR)
     try:
         asyncio.run(fetch(config.model, config.store))
@@ -171,12 +171,12 @@ async def _fetch(model: ModelConfig, store: StoreConfig, path: pathlib.Path) -> 
 
 async def _wanted(model: ModelConfig, store: StoreConfig, path: pathlib.Path) -> dict[str, tuple[Source, str]]:
     """By name: where each file comes from, and which content it is."""
-    source = await _open(model.uri, model.revision, store, path)
+    source = await _open(model, store, path)
     found = await source.names()
     chosen = select(model.uri, list(found), model.trust_remote_code)
     wanted = {name: (source, found[name]) for name in chosen}
     if model.tokenizer:
-        source = await _open(model.tokenizer, None, store, path)
+        source = await _open(ModelConfig(uri=model.tokenizer, path=model.path), store, path)
         wanted = {name: entry for name, entry in wanted.items() if not TOKENIZER.fullmatch(name)}
         wanted |= {
             name: (source, identity) for name, identity in (await source.names()).items() if TOKENIZER.fullmatch(name)
@@ -187,8 +187,7 @@ async def _wanted(model: ModelConfig, store: StoreConfig, path: pathlib.Path) ->
 def select(uri: str, names: list[str], python: bool) -> list[str]:
     """The files to take of a model's, plain names only; raises ValueError where there are no safetensors."""
     plain = [name for name in names if SEGMENT.fullmatch(name) and not DOUBLES.fullmatch(name)]
-    kinds = KINDS if python else [kind for kind in KINDS if kind != "py"]
-    chosen = [name for name in plain if name.rpartition(".")[2] in kinds]
+    chosen = [name for name in plain if name.rpartition(".")[2] in _kinds(python)]
     if not names:
         raise ValueError(f"{uri} is empty or does not exist")
     if not any(name.endswith(".safetensors") for name in chosen):
@@ -198,10 +197,15 @@ def select(uri: str, names: list[str], python: bool) -> list[str]:
     return chosen
 
 
-async def _open(uri: str, revision: str | None, store: StoreConfig, path: pathlib.Path) -> Source:
+def _kinds(python: bool) -> list[str]:
+    return [*KINDS, "py"] if python else KINDS
+
+
+async def _open(model: ModelConfig, store: StoreConfig, path: pathlib.Path) -> Source:
+    uri = model.uri
     scheme = uri.partition("://")[0]
     if scheme == "hf":
-        return Snapshot(await asyncio.to_thread(_hub_snapshot, uri, revision, path))
+        return Snapshot(await asyncio.to_thread(_hub_snapshot, model, path))
     if scheme == "s3":
         return Objects(open_storage(uri, store.endpoint, store.region))
     if uri.startswith(("file:///", "/")):
@@ -213,7 +217,7 @@ def _folder(uri: str) -> str:
     return uri.removeprefix("file://")
 
 
-def _hub_snapshot(uri: str, revision: str | None, path: pathlib.Path) -> str:
+def _hub_snapshot(model: ModelConfig, path: pathlib.Path) -> str:
     """The folder of the hub's cache with the model's files; downloads what is missing in it.
 
     HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN are honoured. Where the cache cannot be written to (a container),
@@ -222,22 +226,24 @@ def _hub_snapshot(uri: str, revision: str | None, path: pathlib.Path) -> str:
     import huggingface_hub as hub
     from huggingface_hub import constants, errors
 
+    uri = model.uri
     name, _, named = uri.removeprefix("hf://").partition("@")
-    if named and revision and named != revision:
-        raise ValueError(f"{uri} names another revision than model.revision, {revision}: leave one out")
+    if named and model.revision and named != model.revision:
+        raise ValueError(f"{uri} names another revision than model.revision, {model.revision}: leave one out")
+    revision = named or model.revision
     cache = constants.HF_HUB_CACHE if _writable(constants.HF_HUB_CACHE) else str(path / ".hub")
     try:
         return hub.snapshot_download(
             name,
-            revision=named or revision,
+            revision=revision,
             cache_dir=cache,
-            allow_patterns=[f"*.{kind}" for kind in KINDS],
+            allow_patterns=[f"*.{kind}" for kind in _kinds(model.trust_remote_code)],
             ignore_patterns=["*/*", "consolidated*"],
         )
     except errors.GatedRepoError:
         raise ValueError(f"{uri} is gated: accept its licence on the hub and give a token (HF_TOKEN)") from None
     except errors.RevisionNotFoundError:
-        raise ValueError(f"{uri} has no revision {named or revision}") from None
+        raise ValueError(f"{uri} has no revision {revision}") from None
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise ValueError(
             f"{uri} is not on the hub, or is private: check the name, or give a token (HF_TOKEN)"
@@ -273,7 +279,8 @@ def check(path: pathlib.Path) -> None:
         names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{index} is not an index of safetensors files") from None
-    for name in names | {file.name for file in path.glob("*.safetensors")} or {"model.safetensors"}:
+    lying = {file.name for file in path.glob("*.safetensors") if not DOUBLES.fullmatch(file.name)}
+    for name in names or lying or {"model.safetensors"}:
         if not SEGMENT.fullmatch(name) or not (path / name).is_file():
             raise ValueError(f"{path} has no file {name!r} of its weights; safetensors alone are read: {CONVERT}")
         header(path / name)

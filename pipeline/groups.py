@@ -6,9 +6,8 @@ again by themselves, in halves (`Trials`); a group during which the server dies 
 
 import asyncio
 import collections
-import concurrent.futures
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 
 from pipeline.clock import Clock
 from pipeline.experience import RolloutGroup
@@ -26,7 +25,7 @@ class Groups:
 
     def __init__(
         self,
-        prompt: Callable[[int], Prompt],
+        prompt: Callable[[int], Awaitable[Prompt]],
         sampler: Sampler,
         samples: int,
         sampling: Sampling,
@@ -43,8 +42,6 @@ class Groups:
         self.failures = 0
         self._trials = Trials()
         self._lately: collections.deque[tuple[float, int]] = collections.deque()  # (when, tokens)
-        # Generators are made neither for several threads nor for an event loop: an item may take seconds.
-        self._prompt_thread = concurrent.futures.ThreadPoolExecutor(1, "prompts")
 
     @property
     def held(self) -> set[int]:
@@ -56,11 +53,13 @@ class Groups:
 
     def begin(self, waiting: Collection[int], limit: int) -> None:
         """Start generating `waiting` indices, lowest first, until `limit` run; after a loss, the suspects first."""
-        if not self.generating:
-            culprit = self._trials.settle()
-            if culprit is not None:
-                self._failed(culprit, "the inference server died while it generated this prompt alone")
-                waiting = set(waiting) - {culprit}
+        idle = not self.generating
+        culprit = self._trials.settle() if idle else None
+        if culprit is not None:
+            self._failed(culprit, "the inference server died while it generated this prompt alone")
+            waiting = set(waiting) - {culprit}
+        self._trials.recall(waiting)
+        if idle:
             for index in self._trials.next(waiting):
                 self._begin(index)
         if not self._trials.open:
@@ -93,17 +92,12 @@ class Groups:
             self._lately.popleft()
         return sum(tokens for _, tokens in self._lately) / RATE_WINDOW_S
 
-    def close(self) -> None:
-        self._prompt_thread.shutdown(wait=False, cancel_futures=True)
-
     def _begin(self, index: int) -> None:
         self.generating[index] = asyncio.create_task(self._generate(index))
 
     async def _generate(self, index: int) -> None:
         try:
-            loop = asyncio.get_running_loop()
-            prompt = await loop.run_in_executor(self._prompt_thread, self._prompt, index)
-            generated = await self._sampler.generate(prompt, self._samples, self._sampling)
+            generated = await self._sampler.generate(await self._prompt(index), self._samples, self._sampling)
         except EngineLost as error:
             logger.warning("prompt %d lost: %s", index, error)
             self._trials.lost(index)
@@ -137,13 +131,15 @@ class Groups:
 class Trials:
     """Finds the prompt that kills the server: what was lost together is tried again in halves, one half at a time.
 
-    With one culprit among n this takes about log2(n) deaths, and two rounds if there is none.
+    With one culprit among n this takes about log2(n) deaths, and two rounds if there is none. A culprit that is
+    granted once more is tried by itself from the start.
     """
 
     def __init__(self) -> None:
         self._queue: collections.deque[set[int]] = collections.deque()
         self._current: set[int] = set()
         self._lost: set[int] = set()
+        self._culprits: set[int] = set()
 
     @property
     def open(self) -> bool:
@@ -158,13 +154,19 @@ class Trials:
         lost, alone = sorted(self._lost), self._current == self._lost and len(self._lost) == 1
         self._lost, self._current = set(), set()
         if alone:
+            self._culprits.add(lost[0])
             return lost[0]
         middle = (len(lost) + 1) // 2
         self._queue.extend(set(half) for half in (lost[:middle], lost[middle:]) if half)
         return None
 
+    def recall(self, waiting: Collection[int]) -> None:
+        """Put known culprits among `waiting` on trial."""
+        known = self._culprits.intersection(waiting) - self._current.union(*self._queue)
+        self._queue.extend({index} for index in sorted(known))
+
     def next(self, waiting: Collection[int]) -> list[int]:
         """The indices to try next, by themselves; empty when all suspects are cleared or no longer wanted."""
         while self._queue and not self._current:
-            self._current = self._queue.popleft() & set(waiting)
+            self._current = self._queue.popleft().intersection(waiting)
         return sorted(self._current)

@@ -26,6 +26,8 @@ LOAD_TIMEOUT_S = 900.0
 REQUEST_TIMEOUT_S = 30.0
 """For health checks, pause, resume and the like."""
 RESET_TRIES = 20
+CPU_WORKER = "CPUWorker"
+"""Class that vLLM names when its worker on a CPU lacks a method."""
 MOURNING_S = 1.0
 """After a lost connection, time in which a dying process's other connections close as well."""
 
@@ -63,11 +65,12 @@ class Completion:
 class Weights:
     """Where a policy version lies, in folders that the engine can read.
 
-    base: the model as fetched. full: a whole model, reloaded in place. adapter: LoRA, loaded beside the base.
+    base: the model as fetched. full: a whole model. merged: the base with an adapter merged into its linear layers.
+    These replace the served model. adapter: LoRA, loaded beside the base.
     """
 
     version: Version
-    kind: Literal["base", "full", "adapter"]
+    kind: Literal["base", "full", "merged", "adapter"]
     folder: str
 
 
@@ -128,6 +131,8 @@ class VLLM:
 
     async def generate(self, prompt_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
         self._check_server()
+        if self.version is None:
+            raise EngineLost("weights were not loaded completely")
         request = {
             "model": self._model,
             "prompt": prompt_ids,
@@ -193,6 +198,7 @@ class VLLM:
             raise EngineLost(f"vLLM at {self.url} went away: {error}") from None
 
     def _check_server(self) -> None:
+        """Raises EngineLost unless the process that was watched when weights were last loaded still serves."""
         if self._server is None or not self._server.alive():
             self.version = None
             raise EngineLost(f"vLLM at {self.url} is not the process that the weights were loaded into")
@@ -200,19 +206,33 @@ class VLLM:
     async def _exchange(self, weights: Weights) -> None:
         if weights.kind == "adapter":
             name = f"{self._base}-{weights.version}"
-            await self._request("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": weights.folder})
-            await self._unload(self._model)
-            self._model = name
+            body = {"lora_name": name, "lora_path": weights.folder, "load_inplace": True}
+            await self._request("POST", "/v1/load_lora_adapter", body)
+            await self._serve(name)
             return
-        await self._unload(self._model)
-        self._model = self._base
+        await self._serve(self._base)
         body = {"method": "reload_weights", "kwargs": {"weights_path": weights.folder}}
         await self._request("POST", "/collective_rpc", body, timeout_s=LOAD_TIMEOUT_S)
+        if weights.kind != "merged":
+            await self._pack_heads(required=weights.kind == "full")
 
-    async def _unload(self, model: str) -> None:
-        if model != self._base:
+    async def _pack_heads(self, required: bool) -> None:
+        """On a CPU a head tied to the embedding must be packed anew (see vllm_worker). Other servers need nothing."""
+        try:
+            await self._request("POST", "/collective_rpc", {"method": "pack_heads"})
+        except EngineError as error:
+            if required and CPU_WORKER in str(error):
+                raise EngineError(
+                    "vLLM on a CPU serves updated weights rightly only when it is started with "
+                    "--worker-extension-cls pipeline.vllm_worker.PackedHeads"
+                ) from None
+
+    async def _serve(self, model: str) -> None:
+        """Let `model` answer from now on; an adapter that did before is removed."""
+        previous, self._model = self._model, model
+        if previous not in (self._base, model):
             with contextlib.suppress(EngineError):  # a new server does not know it
-                await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": model})
+                await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": previous})
 
     async def _forget_prefixes(self) -> None:
         """Cached keys and values are the old policy's. The server refuses, in its answer alone, while any is in use."""

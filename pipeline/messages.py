@@ -16,6 +16,7 @@ from pipeline.versions import Version
 
 CONTROL_KEY = "control/state.json"
 WRITERS_FOLDER = "writers"
+SHARDS_FOLDER = "rollouts/v1"
 
 
 def writer_key(ulid: str) -> str:
@@ -23,7 +24,13 @@ def writer_key(ulid: str) -> str:
 
 
 def shard_key(ulid: str, sequence: int) -> str:
-    return f"rollouts/v1/{ulid}/{sequence:020d}.parquet"
+    return f"{SHARDS_FOLDER}/{ulid}/{sequence:020d}.parquet"
+
+
+def shard_place(key: str) -> tuple[str, int]:
+    """(ULID, sequence number) of a shard's key."""
+    _, _, ulid, name = key.split("/")
+    return ulid, int(name.removesuffix(".parquet"))
 
 
 def evaluation_key(step: int) -> str:
@@ -42,6 +49,16 @@ class WriterEntry:
     """Sequence number of the next shard the trainer expects."""
     final: int | None = None
     """Revoked: shards from this sequence number on do not count."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **dataclasses.asdict(self),
+            "leases": [[index, minimum] for index, minimum in sorted(self.leases.items())],
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "WriterEntry":
+        return cls(content["instance"], dict(content["leases"]), content["acknowledged"], content["final"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,19 +85,15 @@ class ControlState:
     """A restarted trainer repeats logged steps: leases are those of its predecessor, none is granted."""
 
     def encode(self) -> bytes:
-        content = dataclasses.asdict(self)
-        for ulid, entry in self.writers.items():
-            content["writers"][ulid]["leases"] = sorted(entry.leases.items())
+        content = dataclasses.asdict(dataclasses.replace(self, writers={}))
+        content["writers"] = {ulid: entry.to_json() for ulid, entry in self.writers.items()}
         return json.dumps(content).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> "ControlState":
         content = json.loads(data)
         content["version"] = _version(content["version"])
-        content["writers"] = {
-            ulid: WriterEntry(**{**entry, "leases": dict(entry["leases"])})
-            for ulid, entry in content["writers"].items()
-        }
+        content["writers"] = {ulid: WriterEntry.from_json(entry) for ulid, entry in content["writers"].items()}
         request = content["evaluation"]
         content["evaluation"] = request and EvaluationRequest(**{**request, "version": Version(*request["version"])})
         return cls(**content)

@@ -7,7 +7,9 @@ those that run are through.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
+import functools
 import logging
 import os
 import pathlib
@@ -16,7 +18,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from pipeline import config as configuration
@@ -44,7 +46,8 @@ OUTAGE_S = 900.0
 TRIES = 3
 """Times that one evaluation, or loading weights, may fail in a row."""
 SCRATCH_VARIABLE = "MILES_SCRATCH"
-"""Folder that the inference server sees as well, in memory if possible: weights on their way into it."""
+"""Folder for weights on their way into the inference server, which must see it too."""
+SHARED_MEMORY = "/dev/shm"
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +66,19 @@ class Worker:
         evaluations: list[EvaluationSet],
         clock: Clock,
         policies: "Policies",
+        aside: evaluation.Aside,
     ) -> None:
         self.config, self.storage, self.writer, self.clock = config, storage, writer, clock
         self.sampler, self.engine, self.evaluations, self.policies = sampler, sampler.engine, evaluations, policies
+        self.aside = aside
         self.control = Control()
         self.stopping = asyncio.Event()
         self._wake = asyncio.Event()
         sampling = evaluation.sampling_of(config.algorithm.sampling)
-        self.groups = Groups(prompts.at, sampler, config.algorithm.group_size, sampling, clock, self._fail, self._wake)
+        self.groups = Groups(
+            functools.partial(aside, prompts.at),
+            *(sampler, config.algorithm.group_size, sampling, clock, self._fail, self._wake),
+        )
         self._special: asyncio.Task[None] | None = None
         self._evaluating: EvaluationRequest | None = None
         self._evaluated: set[int] = set()
@@ -92,7 +100,6 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
                 await self._leave()
-        self.groups.close()
 
     def stop(self) -> None:
         """Leave in order; may be called from a signal handler."""
@@ -175,7 +182,7 @@ class Worker:
             await self._load(request.version)
         self._hold = True
         limit = self.config.rollout.max_concurrent_groups
-        groups = await evaluation.evaluate(self.evaluations, self.sampler, limit)
+        groups = await evaluation.evaluate(self.evaluations, self.sampler, limit, self.aside)
         task_reward = self.sampler.scorer.configs[0].name
         await evaluation.publish(self.storage, request.step, request.version, self.evaluations, groups, task_reward)
         self._evaluated.add(request.step)
@@ -322,13 +329,29 @@ class Policies:
             return Weights(version, manifest.kind, str(folder))
         merged = folder / "merged"
         await asyncio.to_thread(weights.merge_adapter, self.base, str(folder), str(merged))
-        return Weights(version, "full", str(merged))
+        return Weights(version, "merged", str(merged))
 
     def keep_only(self, version: Version) -> None:
         """Remove the files of other versions; an adapter that is served as it is may be read again."""
         for folder in self.scratch.iterdir():
             if folder.name != str(version) or self.merge:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def scratch(config: RunConfig, instance: str) -> Iterator[pathlib.Path]:
+    """A folder of this instance's own, empty even if its predecessor was killed: in memory where that has room for a
+    float32 copy of a 16-bit model, unless MILES_SCRATCH names another place."""
+    size = sum(path.stat().st_size for path in pathlib.Path(config.model.path).glob("*.safetensors"))
+    roomy = os.path.isdir(SHARED_MEMORY) and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
+    parent = os.environ.get(SCRATCH_VARIABLE) or (SHARED_MEMORY if roomy else tempfile.gettempdir())
+    folder = pathlib.Path(parent) / f"miles-{config.run_id}-{instance}".replace("/", "-")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 async def serve(config: RunConfig, url: str, instance: str) -> None:
@@ -339,15 +362,17 @@ async def serve(config: RunConfig, url: str, instance: str) -> None:
     evaluations = await asyncio.to_thread(evaluation.open_sets, config)
     tokenizer = Tokenizer(config.model.path)
     engine = VLLM(url, clock, timeout_s=config.rollout.group_timeout_s)
-    scratch = tempfile.TemporaryDirectory(prefix="miles-policies-", dir=os.environ.get(SCRATCH_VARIABLE) or None)
     writer = Writer(storage, instance, clock, random.Random(), config.rollout.heartbeat_s)
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(scratch)
+        folder = stack.enter_context(scratch(config, instance))
         stack.push_async_callback(engine.close)
         scorer = await stack.enter_async_context(Scorer(config.rewards))
         sampler = Sampler(engine, tokenizer, scorer, clock, config.data.system_prompt, config.rollout.max_model_len)
-        policies = Policies(storage, config, pathlib.Path(scratch.name))
-        worker = Worker(config, storage, writer, prompts, sampler, evaluations, clock, policies)
+        policies = Policies(storage, config, folder)
+        # One thread: generators are not made for several, and an item may take seconds.
+        thread = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, "prompts"))
+        aside = functools.partial(asyncio.get_running_loop().run_in_executor, thread)
+        worker = Worker(config, storage, writer, prompts, sampler, evaluations, clock, policies, aside)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, worker.stop)
         server = status.StatusServer("miles_rollout", worker.status, worker.gauges, worker.waiting_for)
@@ -365,16 +390,19 @@ def main() -> None:
     termination.clear()
     try:
         config = configuration.load()
-        asyncio.run(serve(config, os.environ["VLLM_URL"], os.environ["MILES_INSTANCE"]))
-    except KeyError as error:
-        termination.report(f"environment variable {error} is not set")
-        sys.exit(termination.USER_ERROR)
+        asyncio.run(serve(config, _environment("VLLM_URL"), _environment("MILES_INSTANCE")))
     except (StorageError, EngineError, Superseded) as error:
         termination.report(str(error))
         sys.exit(termination.FAILED)
     except ValueError as error:
         termination.report(str(error))
         sys.exit(termination.USER_ERROR)
+
+
+def _environment(name: str) -> str:
+    if not os.environ.get(name):
+        raise ValueError(f"{name} is not set")
+    return os.environ[name]
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ class Roster:
         self.writers: dict[str, Known] = {}
         self.elapsed = 0.0
         """Own time, seconds."""
-        self._written: float | None = None  # store's time of the last own write
+        self.now = -math.inf
+        """Store's time of the trainer's last write, seconds since the epoch."""
 
     def live(self) -> list[Known]:
         return [known for known in self.writers.values() if known.live]
@@ -71,9 +72,9 @@ class Roster:
 
     def wrote(self, modified: float) -> None:
         """The trainer has written an object, at `modified` by the store's clock."""
-        if self._written is not None:
-            self.elapsed += min(max(0.0, modified - self._written), self.longest_beat_s)
-        self._written = modified
+        if self.now > -math.inf:
+            self.elapsed += min(max(0.0, modified - self.now), self.longest_beat_s)
+        self.now = modified
 
     async def refresh(self) -> list[tuple[Known, str]]:
         """Learn of new writers and new heartbeats; returns the (writer, reason)s to be revoked."""
@@ -96,8 +97,7 @@ class Roster:
         known = self.writers.get(info.key.removeprefix(f"{WRITERS_FOLDER}/").removesuffix(".json"))
         if known is not None:
             return known.listed != (info.etag, info.modified)
-        left_before = self._written is not None and self._written - info.modified > self.lease_timeout_s
-        return not left_before
+        return self.now - info.modified <= self.lease_timeout_s  # else it left before this trainer came
 
     async def _read(self, info: ObjectInfo, gate: asyncio.Semaphore) -> Heartbeat | None:
         async with gate:

@@ -11,7 +11,7 @@ import math
 
 from pipeline.clock import Clock
 from pipeline.experience import Rollout, RolloutGroup
-from pipeline.inference import Completion, Engine, Sampling
+from pipeline.inference import Completion, Engine, EngineLost, Sampling
 from pipeline.prompts import Prompt
 from pipeline.rewards.scorer import Scorer
 from pipeline.tokenizer import Tokenizer
@@ -52,7 +52,9 @@ class Sampler:
 
     async def generate(self, prompt: Prompt, samples: int, sampling: Sampling) -> Generated:
         """Raises EngineError where the engine fails; what is wrong with the prompt is told in the result."""
-        version = self.engine.version or Version(0, 0)
+        version = self.engine.version
+        if version is None:
+            raise EngineLost("the server went away before this prompt was sent")
         try:
             ids = self.tokenizer.encode(prompt.content, self.system_prompt)
         except ValueError as error:

@@ -186,7 +186,7 @@ def _raise_exception(message: str) -> None:
 class GenerationBlock(jinja2.ext.Extension):
     """`{% generation %} … {% endgeneration %}` marks the assistant's words for training masks; here it prints them."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -13,9 +13,15 @@ class PackedHeads:
     model_runner: Any
 
     def pack_heads(self) -> int:
-        """Pack all output heads anew, from their weights as they are; returns how many there are."""
+        """Pack the output heads anew from their weights as they are; returns how many. None is packed on a GPU."""
         model = self.model_runner.get_model()
         heads = [module for module in model.modules() if type(module).__name__ == "ParallelLMHead"]
-        for head in heads:
+        packed = [head for head in heads if head.weight.device.type == "cpu" and _is_plain(head)]
+        for head in packed:
             head.quant_method.process_weights_after_loading(head)
-        return len(heads)
+        return len(packed)
+
+
+def _is_plain(head: Any) -> bool:
+    """Packing twice does no harm to a head that is not quantised."""
+    return type(head.quant_method).__name__.startswith("Unquantized")

@@ -103,9 +103,9 @@ async def fetch(storage: Storage, version: Version, folder: str, base: str | Non
     os.makedirs(folder, exist_ok=True)
     for name, file in read.files.items():
         path = os.path.join(folder, name)
-        if os.path.isfile(path) and os.path.getsize(path) == file.size:
-            if await asyncio.to_thread(file_sha256, path) == file.sha256:
-                continue
+        there = os.path.isfile(path) and os.path.getsize(path) == file.size
+        if there and await asyncio.to_thread(file_sha256, path) == file.sha256:
+            continue
         info = await storage.get_file(key(version, name), path)
         if (info.size, info.sha256) != (file.size, file.sha256):
             os.unlink(path)

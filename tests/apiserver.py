@@ -1,8 +1,7 @@
 """A real Kubernetes API server for tests: etcd and kube-apiserver as two processes on loopback, ready in about 5 s.
 
-The programs are those of any Kubernetes release, found in $KUBEBUILDER_ASSETS (the folder that envtest fills),
-~/.cache/k8s-node/bin or PATH. Nothing runs behind the API: objects are validated, defaulted and admitted, no pod
-is started.
+The programs are those of any Kubernetes release, found in $KUBEBUILDER_ASSETS (the folder that envtest fills) or
+PATH. Nothing runs behind the API: objects are validated, defaulted and admitted, no pod is started.
 """
 
 import contextlib
@@ -30,12 +29,8 @@ current-context: test
 
 
 def program(name: str) -> str | None:
-    folders = [
-        os.environ.get("KUBEBUILDER_ASSETS", ""),
-        str(pathlib.Path.home() / ".cache/k8s-node/bin"),
-        os.environ["PATH"],
-    ]
-    return shutil.which(name, path=os.pathsep.join(folder for folder in folders if folder))
+    path = os.pathsep.join(filter(None, (os.environ.get("KUBEBUILDER_ASSETS"), os.environ["PATH"])))
+    return shutil.which(name, path=path)
 
 
 def available() -> bool:

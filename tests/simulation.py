@@ -88,6 +88,8 @@ class Hazards:
     kill_worker: float = 0.0
     stall: float = 0.0
     """The process does nothing for minutes, then goes on; meanwhile another may have been started in its place."""
+    rivals: float = 0.0
+    """Each time a trainer is started, and every few seconds after: another one is started beside it."""
     transient: float = 0.0
     lost: float = 0.0
     """A response, after the request took effect."""
@@ -113,7 +115,7 @@ STALE = frozenset({"stale"})
 SCENARIOS: dict[str, Hazards] = {
     "calm": Hazards(),
     "bad network": Hazards(transient=0.05, lost=0.03, outage=True),
-    "trainer killed": Hazards(kill_trainer=0.01, lost=0.02),
+    "trainer killed": Hazards(kill_trainer=0.01, rivals=0.05, lost=0.02),
     "workers killed": Hazards(kill_worker=0.01, lost=0.02, drops=STALE),
     "workers leave": Hazards(drain=0.03, fail=0.02, drops=frozenset({"failed", "stale"})),
     "damage": Hazards(damage=0.1, kill_trainer=0.005, drops=STALE),
@@ -124,6 +126,7 @@ SCENARIOS: dict[str, Hazards] = {
         kill_trainer=0.005,
         kill_worker=0.005,
         stall=0.005,
+        rivals=0.05,
         transient=0.03,
         lost=0.03,
         outage=True,
@@ -247,7 +250,7 @@ class World:
         self.config = self._configure()
         algorithm = self.config.algorithm
         self.most_open = (algorithm.max_staleness + 1) * algorithm.prompts_per_step
-        self.fatal_index = self.random.randrange(3 * self.most_open) if self.hazards.fatal else -1
+        self.fatal_index = self.random.randrange(self.most_open) if self.hazards.fatal else -1
         self.finished = False
         self.trained: dict[int, Plan] = {}
         self.coordinator: Coordinator | None = None
@@ -275,7 +278,7 @@ class World:
                 lease_timeout_s=25.0,
                 group_timeout_s=300.0,
                 max_concurrent_groups=self.random.randint(1, 6),
-                max_failures=2 if self.hazards.fatal or self.hazards.fail else 8,
+                max_failures=1 if self.hazards.fatal else 2 if self.hazards.fail else 8,
             ),
         )
 
@@ -298,7 +301,7 @@ class World:
         running: dict[asyncio.Task[None], Process] = {}
         number = 0
         while not self.finished:
-            if all(process.stalled for process in running.values()):
+            while all(process.stalled for process in running.values()) or self.chance(self.hazards.rivals):
                 process = Process(self, f"trainer {number}", self.hazards.kill_trainer)
                 running[asyncio.ensure_future(self._train(process))] = process
                 number += 1
@@ -449,6 +452,8 @@ class World:
         assert closed == {index for index in [*trained, *dropped] if index <= max(trained)}
         skipped = [index for index in range(max(trained)) if index not in closed]
         assert len(skipped) <= self.most_open, f"left behind: {skipped}"
+        if self.hazards.fatal:
+            assert {index for index, reason in dropped.items() if reason == "failed"} <= {self.fatal_index}
         if self.hazards.fatal and self.fatal_index < self.coordinator.ledger.frontier.low:
             assert dropped.get(self.fatal_index) == "failed"
         return dropped
@@ -480,12 +485,17 @@ class Worker:
                 return
             if control.evaluation:
                 await self._evaluate(control)
-            elif control.version and (self.loaded is None or control.version > self.loaded):
+            elif self._should_load(control.version):
                 await self.process.sleep(self.world.random.uniform(0.1, 2))
                 self.loaded = control.version
             self._follow(control)
             await self._flush()
             await self.process.sleep(self.world.config.rollout.poll_s)
+
+    def _should_load(self, version: Version | None) -> bool:
+        if version is None or self.loaded is None:
+            return version is not None
+        return version > self.loaded and self.world.chance(0.5)  # the download takes a while
 
     def _follow(self, control: Control) -> None:
         self.running = {index: task for index, task in self.running.items() if index in control.leases}
@@ -532,7 +542,9 @@ class Worker:
         assert request is not None
         assert self.loaded is None or self.loaded <= request.version, "asked to go back to an older policy"
         self.loaded = request.version
-        await self.process.sleep(self.world.random.uniform(1, 10))
+        for _ in range(5):
+            await self.process.sleep(self.world.random.uniform(0.2, 5))
+            await self.storage.head(evaluation_key(request.step))
         try:
             await self.storage.create(evaluation_key(request.step), json.dumps({"step": request.step}).encode())
         except Conflict:

@@ -11,14 +11,13 @@ import pathlib
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 RUN_DIR = pathlib.Path(os.environ["MILES_RUN_DIR"])
 TOTAL_STEPS = int(os.environ.get("STAND_IN_STEPS", "3"))
 STEP_SECONDS = float(os.environ.get("STAND_IN_STEP_SECONDS", "0.05"))
-done = threading.Event()  # asked to stop
-exit_code = 4
-state: dict[str, Any] = {"phase": "Running", "step": 0, "total_steps": TOTAL_STEPS, "waiting_for": None}
+state: dict[str, Any] = {"phase": "training", "step": 0, "total_steps": TOTAL_STEPS, "waiting_for": None}
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -29,7 +28,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != f"Bearer {os.environ['MILES_STATUS_TOKEN']}":
             return self.answer(401, "no")
         note("paused by request")
-        done.set()
+        stop()
         return self.answer(202, "stopping")
 
     def answer(self, code: int, text: str) -> None:
@@ -39,6 +38,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         pass
+
+
+def stopped(seconds: float = 3600.0) -> bool:
+    """Whether this process has been asked to stop, waiting for it at most so long. The signal stays blocked
+    otherwise: a handler could run just before the wait begins, and its news would be lost."""
+    return signal.sigtimedwait({signal.SIGTERM}, seconds) is not None
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def note(text: str) -> None:
@@ -66,11 +75,14 @@ def trainer() -> int:
     if behaviour == "crash-rank-1":
         behaviour = "crash" if rank == "1" else "hang"
         if behaviour == "crash":
+            while not (RUN_DIR / "rank-0").exists():
+                stopped(0.02)
             return 1
+    (RUN_DIR / f"rank-{rank}").touch()
     if rank == "0" and behaviour != "silent":
         serve(os.environ["MILES_STATUS_PORT"])
     while state["step"] < TOTAL_STEPS or behaviour in ("hang", "silent"):
-        if done.wait(STEP_SECONDS):
+        if stopped(STEP_SECONDS):
             note("checkpoint written")
             return 4
         if behaviour not in ("hang", "silent"):
@@ -85,7 +97,7 @@ def worker() -> int:
         print("ConnectionRefusedError: [Errno 111] Connection refused", flush=True)
         return 1
     serve(os.environ["MILES_STATUS_PORT"])
-    done.wait()
+    stopped()
     note("worker left")
     return 0
 
@@ -93,8 +105,8 @@ def worker() -> int:
 def vllm() -> int:
     serve(os.environ["MILES_VLLM_PORT"])
     if os.environ.get("STAND_IN_VLLM") == "stubborn":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    done.wait()
+        time.sleep(3600)
+    stopped()
     note("vllm left")
     return 0
 
@@ -106,5 +118,5 @@ def fetch() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: done.set())
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     sys.exit({"trainer": trainer, "worker": worker, "vllm": vllm, "fetch": fetch}[sys.argv[1]]())

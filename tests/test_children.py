@@ -408,6 +408,12 @@ def test_on_one_machine_files_are_found_beside_the_spec_and_models_used_where_th
     assert option(vllm(local, CPU), "--model") == "/home/me/models/tiny"
 
 
+def test_a_folder_that_gets_another_tokenizer_is_put_together_elsewhere():
+    local = job(model={"uri": "file:///models/a", "tokenizer": "file:///models/b"})
+    assert config(local, CPU).model.path == option(vllm(local, CPU), "--model") == "/var/lib/miles/model"
+    assert config(local, CPU).model.tokenizer == "file:///models/b"
+
+
 def test_on_one_machine_the_cores_are_shared():
     local = job(rollout={"replicas": 2}, trainer={"processesPerNode": 2})
     assert env(vllm(local, CPU))["OMP_NUM_THREADS"] == "2"

@@ -521,6 +521,24 @@ async def test_logged_plans_are_handed_out_unchanged_and_nothing_is_granted_mean
     assert await scene.leases(writer) == {4: 1, 5: 1, 6: 2, 7: 2}
 
 
+async def test_groups_that_a_lower_bound_on_staleness_has_made_stale_are_dropped_as_stale(scene: Scene):
+    old = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(old)
+    await writer.commit([group(index) for index in range(4)])
+    await scene.tick(old)
+    await plan_now(old, 1)
+    await finish(old, 1)
+    algorithm = scene.config.algorithm.model_copy(update={"max_staleness": 0})
+    scene.config = scene.config.model_copy(update={"algorithm": algorithm})
+    new = await scene.trainer(old.state())
+    await writer.commit([group(index, step=1) for index in await scene.leases(writer)])
+    await scene.tick(new)
+    plan = await plan_now(new, 2)
+    assert indices(plan) == [4, 5]
+    assert [(drop.index, drop.reason) for drop in plan.drops] == [(2, "stale"), (3, "stale")]
+
+
 async def test_leases_that_a_logged_plan_has_closed_do_not_come_back(scene: Scene):
     old = await scene.trainer()
     writer = await scene.writer("rollout-0")
@@ -551,6 +569,35 @@ async def test_a_checkpoint_below_what_was_collected_is_refused_in_words(scene: 
     await old.log.append(Collect(old.term, below=old.log.position))
     with pytest.raises(ValueError, match="step 0 is too old"):
         await scene.trainer(state)
+
+
+async def test_a_log_with_a_missing_plan_is_not_replayed(scene: Scene):
+    old = await scene.trainer()
+    await old.log.append(Plan(2, old.term, ()))
+    with pytest.raises(StorageError, match="no plan of step 1"):
+        await scene.trainer()
+
+
+async def test_what_no_checkpoint_needs_is_deleted_and_the_rest_suffices_to_resume(scene: Scene):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    used, waiting = await writer.commit([group(0), group(1)]), await writer.commit([group(2)])
+    await scene.tick(trainer, LEASE_TIMEOUT_S)
+    await plan_now(trainer, 1)
+    await finish(trainer, 1)
+    await scene.tick(trainer, HEARTBEAT_S)
+    state = trainer.state()
+    assert await trainer.collect(state) == 1
+    assert used not in scene.bucket.objects
+    assert waiting in scene.bucket.objects
+    successor = await scene.trainer(state)
+    await scene.tick(successor)
+    await writer.commit([group(3)])
+    await scene.tick(successor)
+    assert indices(await plan_now(successor, 2)) == [2, 3]
+    with pytest.raises(ValueError, match="too old"):
+        await scene.trainer()
 
 
 async def test_acknowledged_shards_that_have_vanished_do_not_block_a_restart(scene: Scene):

@@ -89,7 +89,7 @@ async def test_a_model_that_lies_at_its_path_is_checked_and_left_alone(model):
     await fetch_from(f"file://{model}", model)
     assert sorted(os.listdir(model)) == before
     (model / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match="has no tokenizer.json: save the tokenizer"):
+    with pytest.raises(ValueError, match=r"has no tokenizer.json: save the tokenizer"):
         await fetch_from(f"file://{model}", model)
 
 
@@ -167,7 +167,7 @@ async def test_a_tokenizer_from_elsewhere_replaces_the_models_own(model, path, t
     assert (path / "tokenizer.json").read_text() == (path / "chat_template.jinja").read_text() == "other"
     assert (path / "config.json").read_text() == (model / "config.json").read_text()
     assert visible(path) == TAKEN - {"tokenizer_config.json"} | {"chat_template.jinja"}
-    with pytest.raises(ValueError, match="is used where it lies: save the tokenizer .* into it instead"):
+    with pytest.raises(ValueError, match=r"is used where it lies: save the tokenizer .* into it instead"):
         await fetch_from(f"file://{model}", model, tokenizer=f"file://{other}")
 
 
@@ -222,7 +222,7 @@ async def test_weights_of_another_model_in_the_folder_are_refused(model, path):
     path.mkdir()
     save_file({"w": np.zeros(1, np.float32)}, path / "model-00009-of-00009.safetensors")
     with pytest.raises(
-        ValueError, match="holds model-00009-of-00009.safetensors, which is no part of .* empty the folder"
+        ValueError, match=r"holds model-00009-of-00009.safetensors, which is no part of .* empty the folder"
     ):
         await fetch_from(model, path)
 
@@ -399,7 +399,7 @@ def test_a_missing_configuration_is_a_user_error(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "MILES_CONFIG"}
     ended = run_fetch(environment | {"MILES_TERMINATION_LOG": str(tmp_path / "log")})
     assert ended.returncode == termination.USER_ERROR
-    assert "MILES_CONFIG must name the run's configuration file" in (tmp_path / "log").read_text()
+    assert "MILES_CONFIG is not set; it names the run's configuration file" in (tmp_path / "log").read_text()
 
 
 def test_a_waiting_process_gives_up_when_its_limit_is_over(path, monkeypatch):

@@ -150,7 +150,10 @@ async def test_a_user_error_ends_the_run_at_once_with_its_message(
     start: Start, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await start(trainer="refuse").execute() == 2
-    assert "sums: model.uri: no such model" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines() == [
+        "sums: model.uri: no such model",
+        f"  logs       {tmp_path}/run/logs",
+    ]
     assert len([note for note in notes(tmp_path) if "attempt" in note]) == 1
 
 
@@ -191,6 +194,17 @@ async def test_a_trainer_that_takes_no_requests_is_sent_sigterm(start: Start, tm
     assert await running == 128 + signal.SIGINT
     assert "trainer: checkpoint written" in notes(tmp_path)
     assert "trainer: paused by request" not in notes(tmp_path)
+
+
+async def test_under_nohup_the_end_of_the_terminal_is_ignored(start: Start) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        running = asyncio.create_task(start(step_seconds="0.2").execute())
+        await asyncio.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert await running == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_a_second_signal_kills_what_does_not_end(start: Start, tmp_path: pathlib.Path) -> None:

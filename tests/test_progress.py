@@ -13,7 +13,7 @@ from operators.processes import Exit, Process, ProcessSpec, State
 from operators.progress import Display, Progress, death_notice, duration, metrics_text, sparkline
 
 STATUS: dict[str, Any] = {
-    "phase": "Running",
+    "phase": "training",
     "step": 12,
     "total_steps": 200,
     "version": [1, 12],
@@ -55,7 +55,7 @@ def test_the_picture_tells_what_a_user_asks_first(progress: Progress) -> None:
     progress.observe(STATUS | {"step": 11, "reward_mean": 0.2}, {}, 0)
     progress.observe(STATUS, {"rollout-0": {"version": [1, 12]}}, 3 << 30)
     assert progress.picture().splitlines() == [
-        "sums  Running for 7m 12s · step 12 of 200 · ETA 1h 3m · policy t1-s12 · staleness mean 0.8 max 2",
+        "sums  training for 7m 12s · step 12 of 200 · ETA 1h 3m · policy t1-s12 · staleness mean 0.8 max 2",
         "reward   0.412 ▁█  (generator 0.400) · response 34 tokens · eval sums avg@4 0.210, pass@4 0.500 at step 0",
         "speed    11.2k tok/s generated · 130 tok/s trained · 2.12 samples/s · memory 3.0 GiB",
         "rollout  rollout-0-vllm running · rollout-0-worker ready · queue 6 groups",
@@ -98,10 +98,19 @@ def test_what_workers_and_trainer_say_they_wait_for_is_passed_on(progress: Progr
     assert progress.waiting_for() is None
 
 
+def test_a_trainer_that_is_started_again_is_not_shown_as_it_was(progress: Progress) -> None:
+    progress.observe(STATUS | {"waiting_for": "groups of step 13"}, {}, 0)
+    progress.observe(None, {}, 0)
+    assert progress.waiting_for() == "the trainer waits for groups of step 13", "one look without an answer is no news"
+    progress.processes = [process("trainer-0")]
+    assert progress.headline().startswith("sums  starting for")
+    assert progress.waiting_for() == "the trainer is starting (trainer-0, 0s)"
+
+
 def test_nothing_known_still_gives_a_line_and_a_picture_and_a_summary() -> None:
     progress = Progress("sums", 32, 3)
     assert progress.line() == "[00:00:00] waiting: starting"
-    assert progress.picture() == "sums  Starting for 0s"
+    assert progress.picture() == "sums  starting for 0s"
     assert dict(progress.summary({}))["steps"] == "0 of ?"
 
 

@@ -81,9 +81,7 @@ def test_sets_drawn_in_turns_each_walk_whole_passes(tmp_path: pathlib.Path) -> N
         assert all(len(set(drawn[name][k : k + size])) == size for k in range(0, len(drawn[name]), size))
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"), [([1.0, 0.0], "must be above 0"), ([1.0, 0.123457], "round them")]
-)
+@pytest.mark.parametrize(("weights", "message"), [([1.0, 0.0], "must be above 0"), ([1.0, 0.123457], "round them")])
 def test_unusable_weights_are_refused(tmp_path: pathlib.Path, weights: list[float], message: str) -> None:
     sets = [
         PromptSetConfig(name=f"s{n}", uri=numbered(tmp_path / f"{n}.jsonl", 2), weight=weight)
@@ -148,7 +146,10 @@ def test_the_same_prompt_with_another_answer_is_another_prompt(tmp_path: pathlib
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"question": "q", "a": 1}\n', "'prompt'; its first row has a, question. Name the right one in fields.prompt"),
+        (
+            b'{"question": "q", "a": 1}\n',
+            "'prompt'; its first row has a, question. Name the right one in fields.prompt",
+        ),
         (b'{"prompt": "q"}\n{"prompt": \n', "line 2, is not JSON"),
         (b'{"prompt": "q"}\n[1]\n', "line 2, is not an object"),
         (b"", "it is empty"),

@@ -12,7 +12,7 @@ from tests.test_spec import EVERYTHING
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(180),
-    pytest.mark.skipif(not apiserver.available(), reason="needs etcd, kube-apiserver and kubectl"),
+    pytest.mark.skipif(not apiserver.available(), reason="needs etcd, kube-apiserver and kubectl (KUBEBUILDER_ASSETS)"),
 ]
 SAMPLES = pathlib.Path(__file__).parent.parent / "manifests" / "samples"
 RESTRICTED = [f"pod-security.kubernetes.io/{mode}=restricted" for mode in ("enforce", "warn")]

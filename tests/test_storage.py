@@ -7,6 +7,7 @@ import re
 import secrets
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -401,6 +402,17 @@ async def test_the_probe_refuses_a_store_that_breaks_a_promise_in_one_line_with_
     assert "\n" not in str(caught.value)
 
 
+async def test_the_probe_of_a_store_that_does_not_answer_gives_up_after_half_a_minute(clock):
+    class Outage(Script):
+        async def before(self, operation, key):
+            raise Transient("Connection refused")
+
+    started = clock.now()
+    with pytest.raises(Unavailable, match="Connection refused"):
+        await probe(MemoryStorage(clock, Outage()))
+    assert clock.now() - started < 40.0
+
+
 async def test_actors_of_a_simulation_share_objects_but_not_faults(clock):
     trainer = MemoryStorage(clock)
     worker = MemoryStorage(clock, Script(before_read=StorageError("partitioned")), bucket=trainer.memory)
@@ -525,6 +537,30 @@ def test_processes_racing_on_a_local_folder_have_one_winner_each_time(tmp_path):
     assert (tmp_path / "count").read_text() == "60"
 
 
+async def test_a_writer_killed_at_any_moment_leaves_only_whole_objects_in_a_local_store(tmp_path):
+    code = (
+        "import asyncio, os, sys\n"
+        "from pipeline.storage import open_storage\n"
+        "async def main():\n"
+        "    storage = open_storage(sys.argv[1])\n"
+        "    for number in range(10_000):\n"
+        "        await storage.create(f'log/{number}', os.urandom(3_000_000))\n"
+        "        print(number, flush=True)\n"
+        "asyncio.run(main())\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"0\n"
+    time.sleep(0.1)
+    process.kill()
+    acknowledged = process.communicate()[0].split()
+    storage = open_storage(str(tmp_path))
+    infos = await storage.list("log")
+    assert len(infos) >= 1 + len(acknowledged)
+    for info in infos:
+        found = await storage.get(info.key)
+        assert (len(found.data), "sha256" in found.metadata) == (3_000_000, True)
+
+
 async def test_a_local_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written to"):
@@ -610,6 +646,23 @@ async def test_an_endpoint_nobody_listens_at_is_told_when_the_deadline_is_over(c
     storage = open_storage("s3://bucket/run", "http://127.0.0.1:1", clock=clock)
     with pytest.raises(Unavailable, match=r"GET s3://bucket/run/shard failed for 120 s: .*Connection refused"):
         await storage.get("shard")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("credentials")
+def test_processes_that_end_on_an_s3_answer_exit_with_their_own_code():
+    code = (
+        "import asyncio, sys\n"
+        "from pipeline.storage import Storage, Unavailable\n"
+        "from pipeline.storage.s3 import S3Bucket\n"
+        "async def main():\n"
+        "    await Storage(S3Bucket('bucket', 'run', 'http://127.0.0.1:1', None), deadline_s=0.2).get('key')\n"
+        "try: asyncio.run(main())\n"
+        "except Unavailable: sys.exit(7)\n"
+    )
+    # Some at once, so that threads have to wait for a core: one in six was aborted.
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(16)]
+    assert [process.wait(timeout=50) for process in processes] == [7] * 16
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ actor/ppo_kl actor/clip_frac advantage/mean advantage/std mismatch/kl mismatch/l
 async/staleness_mean async/staleness_max async/queue_size async/dropped_stale async/wait_for_batch_s
 response_length/mean response_length/max response_length/clip_ratio perf/samples_per_s perf/tokens_per_s
 perf/tokens_per_s_per_rank perf/step_s perf/forward_backward_s perf/weight_publish_s perf/peak_memory_gib
-""".split()
+"""
 
 
 @pytest.fixture(scope="session")
@@ -154,7 +154,7 @@ def test_a_run_trains_every_step_and_leaves_a_complete_record(tmp_path, tiny):
     assert records(config)[-1].reason == "complete"
     rows = [json.loads(data) for _, data in sorted(listed(config, "metrics/v1").items())]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    for name in EXPECTED:
+    for name in EXPECTED.split():
         assert all(row[name] is not None for row in rows), name
     assert {row["async/staleness_max"] for row in rows} == {0.0}
     assert all(row["actor/grad_norm"] > 0 for row in rows)

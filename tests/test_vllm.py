@@ -2,20 +2,37 @@
 
 import asyncio
 import math
+import os
 import pathlib
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+from pipeline import experience, weights
 from pipeline.clock import SystemClock
+from pipeline.config import (
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    PromptSetConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    StoreConfig,
+)
 from pipeline.inference import VLLM, Completion, EngineLost, Sampling, Weights
+from pipeline.messages import CONTROL_KEY, ControlState, WriterEntry
+from pipeline.storage import open_storage
 from pipeline.versions import Version
 from tests import models, vllm_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 PROMPT = [2, 34, 32, 18, 31, 99, 10, 83, 11, 99]
+PACKED_HEADS = ["--worker-extension-cls", "pipeline.vllm_worker.PackedHeads"]
 AGREEMENT = 5e-5
 """Mean |log μ − log π| of sampled tokens between vLLM and transformers, float32."""
 
@@ -32,12 +49,12 @@ def base(folder: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def server(base: pathlib.Path, folder: pathlib.Path) -> Iterator[vllm_server.VLLMServer]:
-    with vllm_server.serve(base, folder / "log", "--enable-lora", "--max-lora-rank", "8") as running:
+    with vllm_server.serve(base, folder / "log", "--enable-lora", "--max-lora-rank", "8", *PACKED_HEADS) as running:
         yield running
 
 
 def changed(base: pathlib.Path, target: pathlib.Path, seed: int) -> pathlib.Path:
-    """A policy clearly unlike the base: all of its matrices are disturbed."""
+    """A policy clearly unlike the base: all of its matrices are disturbed, the embedding and so the tied head too."""
     import safetensors.torch
     import torch
 
@@ -107,9 +124,7 @@ async def test_new_weights_answer_at_once_and_a_server_that_restarts_alone_is_no
     await engine.close()
 
 
-async def test_a_cancelled_request_leaves_the_server_idle(
-    server: vllm_server.VLLMServer, base: pathlib.Path
-) -> None:
+async def test_a_cancelled_request_leaves_the_server_idle(server: vllm_server.VLLMServer, base: pathlib.Path) -> None:
     import aiohttp
 
     engine = VLLM(server.url, SystemClock())
@@ -130,3 +145,151 @@ async def test_a_cancelled_request_leaves_the_server_idle(
         else:
             raise AssertionError(f"requests still run: {counts}")
     await engine.close()
+
+
+def adapter(base: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    """A LoRA of all linear layers, as PEFT saves it, that changes the policy clearly."""
+    import peft
+    import torch
+
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(policy(base), config)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "lora_" in name:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
+    model.save_pretrained(target)
+    return target
+
+
+async def test_an_adapter_gives_the_same_policy_merged_or_loaded_beside_the_base(
+    server: vllm_server.VLLMServer, base: pathlib.Path, folder: pathlib.Path
+) -> None:
+    import peft
+
+    from pipeline.weights import merge_adapter
+
+    lora = adapter(base, folder / "lora")
+    merge_adapter(str(base), str(lora), str(folder / "merged"))
+    expected = peft.PeftModel.from_pretrained(policy(base), lora)  # type: ignore[arg-type]
+    engine = VLLM(server.url, SystemClock())
+    await engine.load(Weights(Version(1, 0), "base", str(base)))
+    for kept in (
+        Weights(Version(1, 1), "adapter", str(lora)),
+        Weights(Version(1, 2), "merged", str(folder / "merged")),
+    ):
+        await engine.load(kept)
+        completions = await engine.generate(PROMPT, 8, SAMPLING)
+        assert difference(expected, completions, 0.7) < AGREEMENT
+        assert difference(policy(base), completions, 0.7) > 0.1
+    await engine.load(Weights(Version(1, 9), "base", str(base)))
+    assert difference(policy(base), await engine.generate(PROMPT, 8, SAMPLING), 0.7) < AGREEMENT
+    await engine.close()
+
+
+class Run:
+    """A worker process beside the server, and the test in the trainer's place."""
+
+    def __init__(self, config: RunConfig, url: str, folder: pathlib.Path) -> None:
+        (folder / "run.json").write_text(config.model_dump_json())
+        environment = {**os.environ, "MILES_CONFIG": str(folder / "run.json"), "VLLM_URL": url}
+        environment |= {"MILES_INSTANCE": "rollout-0", "MILES_TERMINATION_LOG": str(folder / "end")}
+        self.storage = open_storage(config.store.uri)
+        self.ulid = ""
+        with (folder / "worker.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pipeline.rollout"], env=environment, stdout=log, stderr=log
+            )
+
+    async def registered(self) -> None:
+        while not (beats := await self.storage.list("writers")):
+            assert self.process.poll() is None
+            await asyncio.sleep(0.2)
+        self.ulid = beats[0].key.removeprefix("writers/").removesuffix(".json")
+
+    async def grant(self, version: Version, indices: range) -> None:
+        entry = WriterEntry("rollout-0", dict.fromkeys(indices, version.step), acknowledged=0)
+        state = ControlState(term=1, step=version.step, version=version, writers={self.ulid: entry})
+        await self.storage.put(CONTROL_KEY, state.encode())
+
+    async def delivered(self, indices: range) -> list[experience.RolloutGroup]:
+        while True:
+            assert self.process.poll() is None
+            groups = {}
+            for info in await self.storage.list("rollouts"):
+                found = await self.storage.get(info.key)
+                assert found is not None
+                table = experience.decode(found.data, vocabulary=100, group_size=4)
+                groups.update({group.index: group for group in experience.rows(table, 0, table.num_rows)})
+            if set(indices) <= groups.keys():
+                return [groups[index] for index in indices]
+            await asyncio.sleep(0.2)
+
+
+def mismatch(model: object, groups: list[experience.RolloutGroup]) -> float:
+    import torch
+
+    total, count = 0.0, 0
+    for group in groups:
+        for sample in group.rollouts:
+            ids = torch.tensor([group.prompt_ids + sample.completion_ids])
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(group.prompt_ids) - 1 : -1].double()  # type: ignore[operator]
+            expected = logits.log_softmax(-1).gather(1, ids[0, len(group.prompt_ids) :, None])[:, 0]
+            total += float((torch.tensor(sample.logprobs).double() - expected).abs().sum())
+            count += len(sample.completion_ids)
+    return total / count
+
+
+async def test_a_worker_samples_from_the_published_policy_through_reloads_and_a_killed_server(
+    server: vllm_server.VLLMServer, base: pathlib.Path, folder: pathlib.Path
+) -> None:
+    """The whole worker as a process: store → weights → vLLM → rewards → shards, μ compared with transformers."""
+    config = RunConfig(
+        name="test",
+        run_id="vllm-test",
+        model=ModelConfig(uri="file:///model", path=str(base)),
+        data=DataConfig(sets=[PromptSetConfig(name="sums", generator="reasoning-gym/chain_sum")]),
+        rewards=[],
+        algorithm=AlgorithmConfig(
+            type="grpo",
+            total_steps=2,
+            prompts_per_step=4,
+            group_size=4,
+            sampling=SamplingConfig(temperature=1.0, max_new_tokens=16),
+        ),
+        rollout=RolloutConfig(max_model_len=256, poll_s=0.2, heartbeat_s=1.0, flush_s=0.2),
+        store=StoreConfig(uri=f"file://{folder}/store"),
+    )
+    run = Run(config, server.url, folder)
+    try:
+        for step in (1, 2):
+            # As the trainer publishes them: tensors alone.
+            target = folder / f"step{step}"
+            shutil.copytree(changed(base, folder / f"policy{step}", 10 + step), target)
+            for path in target.iterdir():
+                if path.suffix != ".safetensors":
+                    path.unlink()
+            await weights.publish(run.storage, Version(1, step), str(target), "full")
+        await run.registered()
+        await run.grant(Version(1, 1), range(8))
+        first = await run.delivered(range(8))
+        assert mismatch(policy(folder / "policy1"), first) < AGREEMENT
+        assert mismatch(policy(base), first) > 0.1
+        assert all(sample.invalid is None for group in first for sample in group.rollouts)
+
+        await run.grant(Version(1, 2), range(8, 40))
+        await asyncio.sleep(1.0)
+        server.kill()
+        await asyncio.sleep(2.0)
+        server.start()
+        second = await run.delivered(range(8, 40))
+        assert mismatch(policy(folder / "policy2"), second) < AGREEMENT
+        assert {sample.oldest for group in second for sample in group.rollouts} == {Version(1, 2)}
+
+        run.process.terminate()
+        assert await asyncio.to_thread(run.process.wait, 40) == 0
+    finally:
+        run.process.kill()
+        run.process.wait()

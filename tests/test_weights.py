@@ -312,6 +312,7 @@ def test_half_an_adapter_is_refused(base, adapter, tmp_path):
         merge_adapter(str(base), str(adapter), str(tmp_path / "out"))
 
 
+@pytest.mark.slow
 def test_tensors_are_merged_exactly_as_peft_merges_them(tmp_path):
     torch, transformers, peft = (pytest.importorskip(name) for name in ("torch", "transformers", "peft"))
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -48,7 +48,7 @@ class ModelSource(Model):
     revision: Annotated[str, text(128, "[A-Za-z0-9][-A-Za-z0-9._/]*", "write a branch, tag or commit")] | None = None
     """Branch, tag or commit of an hf:// model. Default: its main branch, which may change between two attempts."""
     tokenizer: ModelUri | None = None
-    """Another folder to take the tokenizer and chat template from. Default: the model's own."""
+    """Another model, whose tokenizer and chat template are used. Default: the model's own."""
     trust_remote_code: bool = False
     """Whether Python that comes with the model may run in the job's pods. An hf:// model then needs a revision."""
     secret_ref: SecretReference | None = None
@@ -182,7 +182,9 @@ class Store(Model):
     """Region of the bucket. Default: what the environment says."""
     secret_ref: SecretReference | None = None
     """Credentials of the store. Default: what the pods' environment offers."""
-    retention: Literal["all", "window"] = "all"
+    retention: Annotated[
+        Literal["all", "window"], not_built("everything is kept", harmless=True, values=("window",))
+    ] = "all"
     """all: the run stays as a data set; window: what no kept checkpoint needs is deleted."""
 
 

@@ -65,8 +65,15 @@ class Policy(nn.Module):
     def reference(self, micro_batch: MicroBatch) -> Tensor:
         """Log-probabilities [R] of the frozen base, its adapter disabled. LoRA only."""
         assert isinstance(self.model, peft.PeftModel), "full fine-tuning needs a second, frozen policy as its reference"
-        with self.model.disable_adapter():
+        # Not PEFT's disable_adapter: it switches requires_grad off and on of whatever parameters FSDP shows just then.
+        adapted = [part for part in self.modules() if isinstance(part, BaseTunerLayer)]
+        try:
+            for part in adapted:
+                part._disable_adapters = True
             return self(micro_batch)[0]
+        finally:
+            for part in adapted:
+                part._disable_adapters = False
 
 
 def build(config: RunConfig, device: torch.device, *, frozen: bool = False) -> Policy:
@@ -78,14 +85,7 @@ def build(config: RunConfig, device: torch.device, *, frozen: bool = False) -> P
     trainer = config.trainer
     dtype = compute_dtype(trainer, device)
     trains_all = trainer.lora is None and not frozen
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        config.model.path,
-        dtype=torch.float32 if trains_all else dtype,
-        attn_implementation="sdpa",
-        use_safetensors=True,
-        trust_remote_code=config.model.trust_remote_code,
-        local_files_only=True,
-    )
+    model = _load(config, torch.float32 if trains_all else dtype)
     model.requires_grad_(trains_all)
     _check_window(model, config)
     temperature = config.algorithm.sampling.temperature
@@ -96,6 +96,20 @@ def build(config: RunConfig, device: torch.device, *, frozen: bool = False) -> P
     for layer in policy.layers:
         _optimise(layer, trainer)
     return policy
+
+
+def _load(config: RunConfig, dtype: torch.dtype) -> Any:
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            config.model.path,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            trust_remote_code=config.model.trust_remote_code,
+            local_files_only=True,
+        )
+    except ValueError as error:
+        raise ValueError(f"model.uri: {config.model.uri} cannot be trained: {error}") from None
 
 
 def compute_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype:

@@ -58,7 +58,7 @@ SECTIONS: dict[str, tuple[Curve, ...]] = {
         Curve("Effective samples", {"mismatch/ess": "effective sample size"}, "%"),
         Curve("Corrected tokens", {"mismatch/tis_clip_frac": "weight capped", "mismatch/masked_frac": "masked"}, "%"),
         Curve("Staleness", {"async/staleness_mean": "mean", "async/staleness_max": "largest"}, "versions", True),
-        Curve("Queue", {"async/queue_size": "groups waiting"}, "groups"),
+        Curve("Queue", {"async/queue_size": "waiting", "async/running_groups": "being generated"}, "groups"),
     ),
     "Speed": (
         Curve("Samples trained", {"perf/samples_per_s": "samples"}, "per second"),
@@ -71,6 +71,7 @@ STEP_TIME = {
     "async/wait_for_batch_s": "wait for rollouts",
     "perf/forward_backward_s": "forward and backward",
     "perf/weight_publish_s": "publish weights",
+    "perf/checkpoint_s": "checkpoint",
 }
 """Parts of perf/step_s; what is left of it is `other`."""
 

@@ -19,7 +19,8 @@ from pipeline.rewards.model import RewardModel
 from pipeline.rewards.process import FunctionProcesses, RewardError
 from pipeline.rewards.registry import LIBRARY
 
-MOST_PROCESSES = 4
+MOST_PROCESSES = 8
+"""Processes that run one reward's function; fewer where there are fewer processors."""
 DEFAULT = RewardConfig(name="generator", library="generator")
 """For runs that list no reward: the generator's own scorer."""
 LIBRARY_MEMORY_MIB = 4096

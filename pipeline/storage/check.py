@@ -9,27 +9,38 @@ import asyncio
 import contextlib
 import secrets
 
-from pipeline.storage.bucket import ABSENT, Conflict, Object, StorageError
+from pipeline.storage.bucket import ABSENT, Conflict, Object, StorageError, Unavailable
 from pipeline.storage.client import Storage
 
 WRITERS = 4
 ROUNDS = 4
 FOLDER = "probe"
+DEADLINE_S = 30.0
+"""A wrong address is told after this, not after the two minutes that a running job waits out."""
 
 
 async def probe(storage: Storage) -> None:
-    """Raise StorageError, one line with the remedy, unless the store holds what the protocol needs.
+    """Raise StorageError, one line with the remedy, unless the store holds what the protocol needs; Unavailable if it
+    does not answer.
 
     Takes some 200 small requests below `probe/`, which it removes again. All races run side by side, since a server
     may make each loser of one wait a second longer (SeaweedFS does).
     """
-    name = storage.bucket.name
-    folder = f"{FOLDER}/{secrets.token_hex(8)}"
+    storage = Storage(storage.bucket, storage.clock, deadline_s=DEADLINE_S)
+    name, folder = storage.bucket.name, f"{FOLDER}/{secrets.token_hex(8)}"
     try:
         await _probe(storage, folder, name)
-    finally:
-        with contextlib.suppress(StorageError):
-            await asyncio.gather(*(storage.delete(info.key) for info in await storage.list(folder)))
+    except Unavailable:
+        raise
+    except StorageError:
+        await _clean(storage, folder)
+        raise
+    await _clean(storage, folder)
+
+
+async def _clean(storage: Storage, folder: str) -> None:
+    with contextlib.suppress(StorageError):
+        await asyncio.gather(*(storage.delete(info.key) for info in await storage.list(folder)))
 
 
 async def _probe(storage: Storage, folder: str, name: str) -> None:
@@ -40,7 +51,9 @@ async def _probe(storage: Storage, folder: str, name: str) -> None:
         raise StorageError(f"store {name} does not list an object just written: it needs read-after-write consistency")
     creations = (_race(storage, f"{folder}/create-{number}", ABSENT, name) for number in range(ROUNDS))
     replacements = (_race_to_replace(storage, f"{folder}/replace-{number}", name) for number in range(ROUNDS))
-    await asyncio.gather(*creations, *replacements)
+    for outcome in await asyncio.gather(*creations, *replacements, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 async def _missing_key(storage: Storage, key: str, name: str) -> None:

@@ -6,10 +6,13 @@ upload of a file, whose parts may be sent twice without harm. Nothing is cached.
 Storage in the process that uses it, and spawn, never fork, after that.
 """
 
+import atexit
+import dataclasses
 import datetime
 import os
 import pathlib
 import re
+import time
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,6 +33,19 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Config
 
 T = TypeVar("T")
+
+
+def _settle() -> None:
+    """Let obstore's threads leave Python before the interpreter is taken down; one still in it aborts the process.
+
+    The thread that wakes the event loop with a result needs the interpreter once more after that. A process that ends
+    on this result would now and then be faster, and exit with SIGABRT instead of its code.
+    """
+    for _ in range(20):
+        time.sleep(0.01)
+
+
+atexit.register(_settle)
 
 REQUEST_LIMIT = "30s"
 CONNECT_LIMIT = "5s"
@@ -94,11 +110,12 @@ class S3Bucket:
         if condition == ABSENT:
             mode = "create"
         attributes: Attributes = {**metadata}
-        await self._call(
+        result = await self._call(
             key,
             obstore.put_async(self._store, key, data, mode=mode, attributes=attributes, use_multipart=False),
         )
-        return await self._written(key)
+        # Somebody else may have written since: the etag must be that of this very write, or If-Match fences nobody.
+        return dataclasses.replace(await self._written(key), size=len(data), etag=result["e_tag"] or "")
 
     async def upload(self, key: str, path: str, metadata: dict[str, str]) -> ObjectInfo:
         attributes: Attributes = {**metadata}

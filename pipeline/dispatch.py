@@ -1,0 +1,170 @@
+"""Who generates what: leases are granted and taken back, and what the writers deliver is taken in.
+
+Everything is derived anew from the ledger and the roster each time; nothing here writes to the store.
+"""
+
+import asyncio
+import collections
+import itertools
+import logging
+
+from pipeline import planning
+from pipeline.clock import Clock
+from pipeline.config import RunConfig
+from pipeline.intake import Intake
+from pipeline.leases import Holder, Lease, Ledger, Suspicions, grant
+from pipeline.messages import shard_key
+from pipeline.planning import Choice
+from pipeline.roster import GETS_AT_ONCE, Known, Roster
+from pipeline.storage import Storage
+from pipeline.trainer_log import DropReason, Plan
+from pipeline.versions import Version
+
+log = logging.getLogger(__name__)
+
+FORGET_AFTER = 10
+"""Lease time-outs after which a revoked, silent writer is no longer mentioned."""
+
+
+class Dispatcher:
+    def __init__(self, storage: Storage, config: RunConfig, clock: Clock, vocabulary: int | None):
+        self.rollout, self.algorithm, self.clock = config.rollout, config.algorithm, clock
+        self.ledger = Ledger()
+        self.roster = Roster(storage, config.rollout.lease_timeout_s, 2 * config.rollout.heartbeat_s)
+        self.intake = Intake(storage, config.algorithm.group_size, vocabulary)
+        self.suspicions = Suspicions(config.rollout.max_failures)
+
+    # Plans
+
+    def choose(self, step: int) -> Choice:
+        """The groups of `step`; those that cannot be trained any more are set aside first."""
+        self.refuse(step)
+        size, staleness = self.algorithm.prompts_per_step, self.algorithm.max_staleness
+        return planning.choose(step, self.ledger.delivered.values(), self.ledger.leases, size, staleness)
+
+    def refuse(self, step: int) -> None:
+        need_spread = bool(self.algorithm.parameters.get("dynamic_sampling", False))
+        for index, group in list(self.ledger.delivered.items()):
+            reason = planning.refusal(group, step, self.algorithm.max_staleness, need_spread)
+            if reason:
+                self._set_aside(index, reason)
+
+    def enter(self, plan: Plan) -> None:
+        """`plan` is in the log."""
+        self.ledger.plan(plan)
+        self.intake.logged(plan.quarantined)
+        self.suspicions.forget([group.index for group in plan.groups] + [drop.index for drop in plan.drops])
+
+    def describe(self, step: int, choice: Choice) -> str:
+        """What `step` waits for, in words."""
+        if not self.roster.live():
+            return "rollout workers (none registered)"
+        running = collections.Counter(
+            self.roster.writers[lease.writer].instance
+            for index, lease in self.ledger.leases.items()
+            if not choice.urgent or index in choice.urgent
+        )
+        places = ", ".join(f"{count} running on {instance}" for instance, count in running.most_common(3))
+        if choice.urgent:
+            return f"groups that would be stale after step {step}: {places}"
+        unfit = collections.Counter(drop.reason for drop, _ in self.ledger.aside.values())
+        dropped = "".join(f"; {count} dropped ({reason})" for reason, count in unfit.items())
+        return f"{choice.ready} of {self.algorithm.prompts_per_step} groups; {places or 'none running'}{dropped}"
+
+    # Granting
+
+    def grant(self, version: Version) -> None:
+        """Lease what staleness allows, to be generated with `version` or a later one."""
+        capacity = self.ledger.capacity((self.algorithm.max_staleness + 1) * self.algorithm.prompts_per_step)
+        held, holders = self.ledger.held(), []
+        for known in self.roster.live():
+            if known.heartbeat and not known.draining:
+                leases = held[known.ulid]
+                exclusive = any(self.suspicions.is_suspect(index) for index in leases)
+                holders.append(Holder(known.ulid, len(leases), known.refuses, exclusive))
+        indices = list(itertools.islice(self.ledger.free(), capacity))
+        for index, ulid in grant(indices, holders, self.rollout.max_concurrent_groups, self.suspicions):
+            self.ledger.lease(index, Lease(ulid, version.step, self.roster.elapsed))
+
+    # Listening
+
+    async def listen(self, patient: bool) -> None:
+        """Learn what the writers say, take leases back; `patient`: not for want of progress."""
+        for known, reason in await self.roster.refresh():
+            await self._revoke(known, reason)
+        for known in self.roster.live():
+            if known.heartbeat:
+                for index in known.heartbeat.handed_back:
+                    self.ledger.release(index, known.ulid)
+                for index, reason in known.heartbeat.failures.items():
+                    self._fail(index, known, reason)
+            if not patient:
+                await self._end_overdue(known)
+        self._forget()
+
+    async def _end_overdue(self, known: Known) -> None:
+        limit = self.rollout.group_timeout_s
+        held = self.ledger.held()[known.ulid]
+        overdue = [index for index, lease in held.items() if self.roster.elapsed - lease.granted > limit]
+        for index in overdue:
+            self._fail(index, known, f"not delivered within {limit:g} s")
+        if overdue:
+            await self._revoke(known, f"prompt index {overdue[0]} not delivered within {limit:g} s")
+
+    async def _revoke(self, known: Known, reason: str) -> None:
+        """Nothing that this incarnation writes from now on counts; what it held is free again."""
+        await self.intake.drain(known, self.ledger)
+        log.warning("writer %s (%s) is revoked: %s", known.ulid, known.instance, reason)
+        known.final = known.cursor
+        held = list(self.ledger.held()[known.ulid])
+        for index in self.suspicions.died(held):
+            self._fail(index, known, reason)
+        for index in held:
+            self.ledger.release(index, known.ulid)
+
+    def _fail(self, index: int, known: Known, reason: str) -> None:
+        if self.ledger.release(index, known.ulid):
+            log.warning("prompt index %d failed on %s: %s", index, known.instance, reason)
+            if self.suspicions.failed(index, known.ulid):
+                self._set_aside(index, "failed")
+
+    def _set_aside(self, index: int, reason: DropReason) -> None:
+        log.info("prompt index %d is dropped: %s", index, reason)
+        self.ledger.set_aside(index, reason)
+
+    def _forget(self) -> None:
+        for known in list(self.roster.writers.values()):
+            long_gone = self.roster.silence(known) > FORGET_AFTER * self.rollout.lease_timeout_s
+            if not known.live and long_gone and self.ledger.cursor(known.ulid, known.cursor) == known.cursor:
+                del self.roster.writers[known.ulid]
+
+    # Taking in
+
+    async def catch_up(self) -> None:
+        """Read again what the predecessor had acknowledged, and what has come since."""
+        for known in list(self.roster.writers.values()):
+            await self.intake.drain(known, self.ledger)
+            if known.cursor < known.promised:
+                log.warning("shard %s is gone", shard_key(known.ulid, known.cursor))
+                known.cursor = known.promised
+
+    async def read(self, period_s: float) -> None:
+        """Take in new shards, looking at each writer that may have one every `period_s`, or at once if it says so."""
+        gate = asyncio.Semaphore(GETS_AT_ONCE)
+
+        async def drain(known: Known) -> None:
+            async with gate:
+                await self.intake.drain(known, self.ledger)
+            known.looked = self.clock.now()
+
+        holders, due = self.ledger.held().keys(), []
+        for known in self.roster.live():
+            announced = known.heartbeat is not None and known.heartbeat.sequence > known.cursor
+            # A clock that was set back makes everything due.
+            waited = not 0 <= self.clock.now() - known.looked < period_s
+            if announced or (known.ulid in holders and waited):
+                due.append(known)
+        outcomes = await asyncio.gather(*(drain(known) for known in due), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome

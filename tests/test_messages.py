@@ -1,0 +1,32 @@
+from pipeline.messages import ControlState, EvaluationRequest, Heartbeat, WriterEntry, evaluation_key, shard_key
+from pipeline.versions import Version
+
+
+def test_control_survives_its_encoding():
+    state = ControlState(
+        term=2,
+        step=7,
+        version=Version(2, 7),
+        writers={"A": WriterEntry("rollout-0", {4: 6, 12: 7}, acknowledged=3, final=None)},
+        evaluation=EvaluationRequest(7, Version(2, 7), "A"),
+        stop="complete",
+        replaying=True,
+    )
+    assert ControlState.decode(state.encode()) == state
+
+
+def test_control_without_policy_evaluation_and_writers_survives_too():
+    state = ControlState(term=1, step=0, version=None, writers={})
+    assert ControlState.decode(state.encode()) == state
+
+
+def test_a_heartbeat_survives_its_encoding():
+    heartbeat = Heartbeat(
+        "A", "rollout-0", Version(1, 2), 5, True, (3, 4), {7: "the engine answered 500"}, {"running": 2.0}, 17.5
+    )
+    assert Heartbeat.decode(heartbeat.encode()) == heartbeat
+
+
+def test_keys_of_one_folder_sort_like_their_numbers():
+    assert sorted([shard_key("A", 10), shard_key("A", 9)]) == [shard_key("A", 9), shard_key("A", 10)]
+    assert sorted([evaluation_key(10), evaluation_key(9)]) == [evaluation_key(9), evaluation_key(10)]

@@ -1,0 +1,91 @@
+import dataclasses
+
+import pytest
+
+from pipeline.messages import Heartbeat, writer_key
+from pipeline.roster import Roster
+from pipeline.storage import MemoryStorage, Object
+from pipeline.versions import Version
+
+
+@pytest.fixture
+def store(clock) -> MemoryStorage:
+    return MemoryStorage(clock)
+
+
+@pytest.fixture
+def roster(store: MemoryStorage) -> Roster:
+    return Roster(store, lease_timeout_s=60.0, longest_beat_s=10.0)
+
+
+async def beat(store: MemoryStorage, ulid: str, instance: str = "rollout-0", **changes) -> None:
+    await store.put(writer_key(ulid), dataclasses.replace(Heartbeat(ulid, instance), **changes).encode())
+
+
+async def test_only_heartbeats_that_have_changed_are_read_again(store: MemoryStorage, roster: Roster, clock):
+    await beat(store, "A")
+    await roster.refresh()
+    heard = roster.writers["A"].heartbeat
+    await roster.refresh()
+    assert roster.writers["A"].heartbeat is heard
+    clock.time += 1
+    await beat(store, "A", version=Version(1, 2))
+    await roster.refresh()
+    assert roster.writers["A"].heartbeat == Heartbeat("A", "rollout-0", Version(1, 2))
+
+
+async def test_what_a_writer_wrote_before_anybody_granted_it_anything_is_not_read(store: MemoryStorage, roster: Roster):
+    await beat(store, "A", sequence=17)
+    await roster.refresh()
+    assert roster.writers["A"].cursor == 17
+
+
+async def test_silence_is_counted_in_the_trainers_writes_each_at_most_the_longest_beat(
+    store: MemoryStorage, roster: Roster
+):
+    await beat(store, "A")
+    roster.wrote(1_700_000_000.0)
+    assert await roster.refresh() == []
+    for second in (5, 8, 3608, 3600):  # an hour's gap counts as 10 s, a clock that went back as nothing
+        roster.wrote(1_700_000_000.0 + second)
+    assert roster.silence(roster.writers["A"]) == 5 + 3 + 10
+
+
+async def test_a_writer_is_revoked_when_it_has_been_silent_for_longer_than_its_leases_last(
+    store: MemoryStorage, roster: Roster, clock
+):
+    await beat(store, "A", "rollout-0")
+    await beat(store, "B", "rollout-1")
+    roster.wrote(clock.time)
+    for _ in range(6):
+        clock.time += 10
+        await beat(store, "B", "rollout-1", refreshed=clock.time)
+        assert await roster.refresh() == []
+        roster.wrote(clock.time)
+    clock.time += 10
+    roster.wrote(clock.time)
+    assert [(known.ulid, reason) for known, reason in await roster.refresh()] == [("A", "silent for 70 s")]
+
+
+async def test_of_one_slot_only_the_newest_incarnation_stays(store: MemoryStorage, roster: Roster):
+    for ulid in ("B", "A", "C"):
+        await beat(store, ulid)
+    await beat(store, "0", "rollout-1")
+    revoked = await roster.refresh()
+    assert sorted((known.ulid, reason) for known, reason in revoked) == [
+        ("A", "replaced by C"),
+        ("B", "replaced by C"),
+    ]
+
+
+async def test_an_unreadable_heartbeat_is_passed_over_until_it_is_readable(store: MemoryStorage, roster: Roster, clock):
+    await store.put(writer_key("A"), b"{}")
+    await beat(store, "B")
+    torn = store.memory.objects[writer_key("B")]
+    store.memory.objects[writer_key("B")] = Object(torn.info, torn.data[:-1], torn.metadata)
+    assert await roster.refresh() == []
+    assert roster.writers == {}
+    clock.time += 1
+    await beat(store, "A")
+    await roster.refresh()
+    assert list(roster.writers) == ["A"]

@@ -1,0 +1,79 @@
+"""`miles run` from the YAML file to the trained policy: every part real, the model tiny."""
+
+import pathlib
+import signal
+
+import pytest
+
+from tests import job, models, s3server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+FULL = ("spec.algorithm.totalSteps=80",)
+LORA = ("spec.algorithm.totalSteps=80", "spec.trainer.lora.rank=32", "spec.algorithm.learningRate=1e-2")
+AGREEMENT = 5e-5
+"""Mean |log μ − log π_old| between vLLM and the trainer, float32."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model() -> None:
+    models.ensure("tiny", job.ROOT / ".cache/models/tiny")
+
+
+def on_s3(server: s3server.S3Server) -> tuple[str, ...]:
+    return ("spec.store.uri=s3://miles/jobs", f"spec.store.endpoint={server.endpoint}")
+
+
+def check_learned(run: job.Job) -> None:
+    rewards = [row["reward/mean"] for row in run.metrics()]
+    assert rewards[0] < 0.2
+    assert sum(rewards[-5:]) / 5 > 0.8, f"rewards {[round(reward, 2) for reward in rewards]}"
+
+
+def test_full_fine_tuning_learns_in_a_local_folder(tmp_path: pathlib.Path) -> None:
+    with job.running(tmp_path, *FULL) as run:
+        assert run.wait() == 0, run.screen()
+        check_learned(run)
+        assert not job.check_exactly_once(run, steps=80)
+
+
+def test_lora_learns_on_s3_with_two_servers_and_two_trainer_nodes(
+    tmp_path: pathlib.Path, s3_server: s3server.S3Server
+) -> None:
+    wide = ("spec.rollout.replicas=2", "spec.trainer.nodes=2")
+    with job.running(tmp_path, *LORA, *wide, *on_s3(s3_server)) as run:
+        assert run.wait() == 0, run.screen()
+        check_learned(run)
+        assert not job.check_exactly_once(run, steps=80)
+        writers = {group.key.split("/")[2] for plan in run.plans() for group in plan.groups}
+        assert len(writers) == 2, "one of the two workers trained nothing"
+
+
+@pytest.mark.parametrize("settings", [pytest.param((), id="full"), pytest.param(LORA[1:], id="lora")])
+def test_sampler_and_trainer_agree_on_updated_weights_even_after_vllm_was_killed(
+    tmp_path: pathlib.Path, settings: tuple[str, ...]
+) -> None:
+    steps = ("spec.algorithm.totalSteps=20", "spec.algorithm.maxStaleness=0")
+    with job.running(tmp_path, *steps, *settings) as run:
+        run.until_step(10)
+        run.kill("vllm")
+        assert run.wait() == 0, run.screen()
+        differences = [row["mismatch/logprob_abs_diff"] for row in run.metrics()]
+        assert len(differences) == 20
+        assert max(differences) < AGREEMENT, differences
+        assert not job.check_exactly_once(run, steps=20)
+
+
+def test_a_paused_run_leaves_no_process_and_goes_on_where_it_stopped(tmp_path: pathlib.Path) -> None:
+    with job.running(tmp_path, "spec.algorithm.totalSteps=12") as run:
+        run.until_step(4)
+        assert run.process is not None
+        below = job.descendants(run.process.pid)
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(120) == 128 + signal.SIGINT, run.screen()
+        assert not [pid for pid in below if pathlib.Path(f"/proc/{pid}").exists()]
+        run.start()
+        assert run.wait() == 0, run.screen()
+        terms = [row["term"] for row in run.metrics()]
+        assert len(terms) == 12 and terms[0] == 1 and terms[-1] == 2
+        assert not job.check_exactly_once(run, steps=12)
