@@ -71,7 +71,6 @@ def save(
         layout = dcp.save(
             tensors,
             storage_writer=dcp.FileSystemWriter(local, sync_files=False),
-            process_group=distributed.control_group(),
             no_dist=not dist.is_initialized(),
         )
         own = {path.name: _describe(path) for path in sorted(pathlib.Path(local).glob("*.distcp"))}
@@ -118,7 +117,6 @@ def load(
                 dcp.load(
                     tensors,
                     storage_reader=_Reader(storage, run, candidate, local),
-                    process_group=distributed.control_group(),
                     no_dist=not dist.is_initialized(),
                 )
                 return candidate

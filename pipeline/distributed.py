@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
+CPU = torch.device("cpu")
 UNSHARDED_BYTES = 2 * 1024**3
 """On a CPU: parameters of at most this size are kept whole on every rank rather than gathered again and again."""
 UNSHARDED_FRACTION = 0.2
@@ -30,7 +31,7 @@ UNSHARDED_FRACTION = 0.2
 
 def start(timeout_s: float = 600.0) -> torch.device:
     """Join the process group that torchrun's environment describes; returns this rank's device."""
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else _CPU
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else CPU
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
@@ -47,20 +48,12 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-_CPU = torch.device("cpu")
-
-
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def control_group() -> dist.ProcessGroup | None:
-    """The group for objects and CPU tensors; None: the default one, which is that."""
-    return None
 
 
 def barrier() -> None:
@@ -72,7 +65,7 @@ def broadcast(value: T) -> T:
     if world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=_CPU)
+    dist.broadcast_object_list(box, src=0, device=CPU)
     return box[0]
 
 

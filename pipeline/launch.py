@@ -6,6 +6,7 @@ its PET_* variables, so that the first failing rank's exit code becomes the cont
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import pathlib
@@ -18,8 +19,11 @@ from pipeline import config as configuration
 from pipeline import output, termination
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.config import RunConfig
-from pipeline.storage import StorageError, open_storage
+from pipeline.storage import Conflict, Storage, StorageError, open_storage
 from pipeline.storage.check import probe
+
+SCHEMA = 1
+"""Of run.json and everything beside it."""
 
 
 def main() -> None:
@@ -94,9 +98,19 @@ def check_model(config: RunConfig) -> None:
 async def check_store(config: RunConfig) -> None:
     """The run's prefix must keep the store's promises, and the output's must at least answer."""
     store = config.store
-    await probe(open_storage(store.uri, store.endpoint, store.region))
+    storage = open_storage(store.uri, store.endpoint, store.region)
+    await probe(storage)
+    await record(storage, config)
     if config.output is not None:
         await output.check(open_storage(config.output.uri, store.endpoint, store.region), config)
+
+
+async def record(storage: Storage, config: RunConfig) -> None:
+    """run.json, of the first attempt, and attempts/<n>.json; both are written once."""
+    content = {"schema": SCHEMA, "attempt": config.attempt, "config": config.model_dump(mode="json")}
+    for key in ("run.json", f"attempts/{config.attempt}.json"):
+        with contextlib.suppress(Conflict):
+            await storage.create(key, json.dumps(content).encode())
 
 
 def torchrun(arguments: list[str]) -> int:

@@ -15,6 +15,8 @@ from pipeline.background import Background
 from pipeline.storage import StorageError, open_storage
 from pipeline.versions import Version
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one rank
+
 
 @pytest.fixture
 def background():

@@ -61,6 +61,16 @@ def test_a_users_error_names_the_field_and_the_remedy(content, field, value, mes
         launch.check(RunConfig.model_validate(content))
 
 
+def test_each_attempt_leaves_its_configuration_in_the_store_and_the_first_one_names_the_run(content, tmp_path):
+    launch.check(RunConfig.model_validate(content))
+    content |= {"attempt": 1, "name": "edited"}
+    launch.check(RunConfig.model_validate(content))
+    launch.check(RunConfig.model_validate(content))  # the same attempt, restarted
+    store = tmp_path / "store"
+    assert json.loads((store / "run.json").read_text())["config"]["name"] == "sums"
+    assert json.loads((store / "attempts" / "1.json").read_text())["config"]["name"] == "edited"
+
+
 def test_weights_that_are_missing_or_no_safetensors_are_named(content):
     model = pathlib.Path(content["model"]["path"])
     (model / "model.safetensors").rename(model / "pytorch_model.bin")

@@ -1,5 +1,6 @@
 import collections
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -224,6 +225,24 @@ def test_an_item_does_not_depend_on_which_others_were_drawn_or_on_global_randomn
         far = one.at(5000)
         random.seed(2)
         assert source(config).at(5000).entry == far.entry
+
+
+@pytest.mark.slow
+def test_generated_prompts_are_the_same_in_every_process() -> None:
+    """These tasks iterate over sets of strings, whose order is Python's hash seed's."""
+    code = """
+from pipeline.config import PromptSetConfig
+from pipeline.prompts import open_set
+for task in ("isomorphic_strings", "ransom_note", "word_ladder", "polynomial_multiplication"):
+    chosen = open_set(PromptSetConfig(name="a", generator="reasoning-gym/" + task), 0)
+    print([chosen.item(n, n).text for n in range(5)])
+"""
+    command = [sys.executable, "-c", code]
+    one, other = (
+        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "0"}, capture_output=True, check=True).stdout
+        for _ in range(2)
+    )
+    assert one == other
 
 
 def test_evaluation_draws_from_seeds_that_training_never_uses() -> None:

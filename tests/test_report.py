@@ -1,4 +1,5 @@
 import asyncio
+import collections
 import json
 import math
 import pathlib
@@ -24,7 +25,7 @@ from pipeline.config import (
 from pipeline.experience import Rollout, RolloutGroup
 from pipeline.messages import evaluation_key, shard_key
 from pipeline.metrics import Recorder
-from pipeline.report import document, evaluations, history, rollouts, source, summary
+from pipeline.report import curves, document, evaluations, history, rollouts, source, summary
 from pipeline.storage import Storage, open_storage
 from pipeline.trainer_log import Drop, GroupRef, Plan, Stop, TrainerLog
 from pipeline.versions import Version
@@ -168,6 +169,14 @@ def test_a_step_that_was_trained_again_counts_once_with_the_row_of_the_higher_te
     assert data["charts"][0]["charts"][1]["series"][0]["values"][-1] == 0.25
 
 
+@pytest.mark.parametrize(("parts", "shown"), [(["a"], ["mean"]), (["a", "b/c"], ["mean", "a", "b/c"])])
+def test_reward_functions_have_curves_of_their_own_where_there_are_several(parts, shown):
+    metrics = {1: {"reward/mean": 1.0, **{f"reward/{name}/mean": 1.0 for name in parts}}}
+    past = history.History({}, [], metrics, {}, {}, collections.Counter(), 0, None, 1, None, [])
+    [section] = curves.sections(configuration(pathlib.Path("/")), past)
+    assert [series["name"] for series in section["charts"][0]["series"]] == shown
+
+
 def test_numbers_that_are_not_finite_are_gaps_and_the_page_stays_json(run_folder):
     charts = {chart["title"]: chart for section in data_of(report(run_folder))["charts"] for chart in section["charts"]}
     assert charts["KL of sampler and trainer"]["series"][0]["values"][4] is None
@@ -289,9 +298,7 @@ def test_a_prefix_in_a_store_is_a_run_too(run_folder):
 def test_edits_between_attempts_are_listed_by_field(tmp_path):
     before = configuration(tmp_path)
     after = configuration(tmp_path, attempt=1, algorithm=before.algorithm.model_copy(update={"learning_rate": 5e-6}))
-    past = history.History(
-        {}, [(0, before), (1, after)], {}, {}, {}, rollouts.history.collections.Counter(), 0, None, 1, None, []
-    )
+    past = history.History({}, [(0, before), (1, after)], {}, {}, {}, collections.Counter(), 0, None, 1, None, [])
     assert summary.changes(past) == [(1, "algorithm.learning_rate", "1e-06", "5e-06")]
 
 

@@ -48,6 +48,13 @@ async def test_a_function_receives_prompt_completion_answer_and_metadata(tmp_pat
     assert scored == Score(12.5, {"mine": 12.5}, None)
 
 
+async def test_a_function_receives_a_generated_item_as_far_as_json_goes(tmp_path: pathlib.Path) -> None:
+    item = {"question": "?", "metadata": {"board": {(0, 1): "x"}, "size": (3, 4), "when": {1, 2}}}
+    body = "metadata = metadata['item']['metadata']\n"
+    body += "assert metadata == {'board': {}, 'size': [3, 4], 'when': '{1, 2}'}, metadata\nreturn 1"
+    assert (await score(function(tmp_path, body), item=item)).total == 1.0
+
+
 async def test_a_function_may_name_only_what_it_wants(tmp_path: pathlib.Path) -> None:
     (tmp_path / "short.py").write_text("def f(tokens, completion):\n    return len(completion) + tokens / 10\n")
     assert (await score(RewardConfig(name="a", function="short.py:f", folder=str(tmp_path)))).total == 1.1

@@ -2,16 +2,21 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import random
+import socket
+import subprocess
+import sys
 import threading
 import time
 import types
+import urllib.request
 
 import pytest
 import torch
 
-from pipeline import batching, experience
+from pipeline import batching, experience, termination
 from pipeline.background import Background
 from pipeline.clock import SystemClock
 from pipeline.config import RunConfig
@@ -32,6 +37,9 @@ async/staleness_mean async/staleness_max async/queue_size async/dropped_stale as
 response_length/mean response_length/max response_length/clip_ratio perf/samples_per_s perf/tokens_per_s
 perf/tokens_per_s_per_rank perf/step_s perf/forward_backward_s perf/weight_publish_s perf/peak_memory_gib
 """
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one rank
 
 
 @pytest.fixture(scope="session")
@@ -431,3 +439,98 @@ def test_the_policy_learns_from_samples_of_its_published_weights(tmp_path, tiny)
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
     # The sampler is transformers on merged weights, the trainer its own pass with the adapter: they must agree.
     assert max(row["mismatch/logprob_abs_diff"] for row in rows if row["async/staleness_max"] == 0) < 1e-4
+
+
+# As a process, under torchrun
+
+
+@contextlib.contextmanager
+def launched(config, tmp_path, ranks):
+    """`python -m pipeline.launch`; (process, port of its status server)."""
+    (tmp_path / "run.json").write_text(config.model_dump_json())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PET_NPROC_PER_NODE": str(ranks),
+        "MILES_CONFIG": str(tmp_path / "run.json"),
+        "MILES_TERMINATION_LOG": str(tmp_path / "termination"),
+        "MILES_STATUS_PORT": str(port),
+        "MILES_STATUS_HOST": "127.0.0.1",
+        "MILES_STATUS_TOKEN": "secret",
+    }
+    with open(tmp_path / "output.txt", "a") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.launch"], env=environment, stdout=output, stderr=output
+        )
+    try:
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def stopped_after(config, tmp_path, process, step, stop):
+    """Ask it to stop once `step` is trained; its exit code."""
+    wait_until(lambda: process.poll() is not None or len(listed(config, "metrics/v1")) >= step, 120)
+    stop()
+    assert process.wait(40) is not None
+    return process.returncode, (tmp_path / "termination").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_stop_together_and_one_rank_goes_on_to_the_same_result(tmp_path, tiny, uninterrupted):
+    config = configure(tmp_path, tiny)
+
+    def pause():
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/pause", method="POST")
+        request.add_header("Authorization", "Bearer secret")
+        assert urllib.request.urlopen(request, timeout=5).status == 202
+
+    with worker(config):
+        with launched(config, tmp_path, ranks=2) as (process, port):
+            code, reason = stopped_after(config, tmp_path, process, 1, pause)
+        assert code == termination.STOPPED, (tmp_path / "output.txt").read_text()
+        assert reason.count("stopped on request: checkpoint t000001-s") == 2
+        with launched(config, tmp_path, ranks=2) as (process, port):
+            already = len(listed(config, "metrics/v1"))
+            code, reason = stopped_after(config, tmp_path, process, already + 1, process.terminate)
+        assert code == termination.STOPPED, (tmp_path / "output.txt").read_text()
+        assert "stopped on request: checkpoint t000002-s" in reason
+        loop = train(config)
+    assert loop.version == Version(3, 6)
+    assert_same(trained(loop), uninterrupted, tolerance=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_run_that_waits_for_workers_says_so_and_stops_at_once(tmp_path, tiny):
+    config = configure(tmp_path, tiny)
+    with launched(config, tmp_path, ranks=1) as (process, port):
+
+        def status():
+            with contextlib.suppress(OSError):
+                return json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=5))
+            assert process.poll() is None, (tmp_path / "output.txt").read_text()
+            return {}
+
+        wait_until(lambda: status().get("waiting_for"), 120)
+        assert status()["waiting_for"] == "rollout workers (none registered)"
+        assert status()["phase"] == "waiting"
+        process.terminate()
+        assert process.wait(30) == termination.STOPPED
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_users_error_found_by_a_rank_exits_3_with_its_one_line(tmp_path, tiny):
+    config = configure(tmp_path, tiny, trainer__lora={"rank": 4, "alpha": 8, "targets": ["no_such_layer"]})
+    with launched(config, tmp_path, ranks=2) as (process, _):
+        assert process.wait(120) == termination.USER_ERROR
+    reason = (tmp_path / "termination").read_text()
+    assert reason.startswith("[rank ")
+    assert "trainer.lora.targets: ['no_such_layer']" in reason
+    assert "Traceback" not in (tmp_path / "output.txt").read_text()

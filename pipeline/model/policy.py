@@ -36,8 +36,8 @@ class Policy(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The decoder's layers, in order: the units of sharding, compilation and recomputation."""
         count = self.base.config.get_text_config().num_hidden_layers
-        lists = [part for part in self.base.base_model.children() if isinstance(part, nn.ModuleList)]
-        return list(next(layers for layers in lists if len(layers) == count))
+        lists = [list(part) for part in self.base.base_model.children() if isinstance(part, nn.ModuleList)]
+        return next(layers for layers in lists if len(layers) == count)
 
     def train(self, mode: bool = True) -> "Policy":
         """Stays in evaluation mode; whether gradients flow is the caller's choice (torch.no_grad)."""
@@ -172,6 +172,7 @@ def _check_scores(policy: Policy, name: str) -> None:
     """
     expected = torch.cat([_stock_logprobs(policy, row) for row in (0, 1)])
     try:
+        assert policy.layers
         policy.base.set_attn_implementation(attention.NAME)
         worst = float((policy.score(EXAMPLE) - expected).abs().max())
     except (TypeError, AttributeError, StopIteration) as error:

@@ -154,7 +154,7 @@ class GeneratedSet:
 
     def item(self, number: int, index: int) -> Prompt:
         entry = self.generator.entry(number)
-        return Prompt(index, self.name, entry.question, entry.answer, {}, entry)
+        return Prompt(index, self.name, entry.question, entry.answer, {"item": entry.item}, entry)
 
 
 class FileSet:

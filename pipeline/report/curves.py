@@ -151,7 +151,8 @@ def _expanded(curve: Curve, past: History) -> dict[str, str]:
         each = [
             other
             for other in names(past)
-            if other.startswith(before) and other.endswith(after) and len(other) > len(name)
+            if other.startswith(before) and other.endswith(after) and len(other) > len(before + after)
         ]
-        found |= {other: other[len(before) : -len(after)] for other in each}
+        if len(each) > 1:
+            found |= {other: other[len(before) : -len(after)] for other in each}
     return found

@@ -21,17 +21,18 @@ const colour = number => `var(--c${number % COLOURS})`;
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
 
-function format(value, unit = "") {
+// Below `small` numbers are written with an exponent.
+function format(value, unit = "", small = 1e-3) {
   if (value == null) return "–";
   if (unit === "%") return trim((100 * value).toFixed(Math.abs(value) < 0.1 ? 1 : 0)) + " %";
   const size = Math.abs(value);
   let text;
-  if (size === 0) text = "0";
+  if (size < 1e-12) text = "0";
   else if (size >= 1e6) text = trim((value / 1e6).toPrecision(3)) + "M";
   else if (size >= 1e4) text = trim((value / 1e3).toPrecision(3)) + "k";
   else if (size >= 1000) text = value.toFixed(0);
-  else if (size >= 1e-3) text = trim(value.toPrecision(3));
-  else text = value.toExponential(1).replace(".0e", "e");
+  else if (size >= small) text = trim(value.toPrecision(3));
+  else text = value.toExponential(2).replace(/\.?0+e/, "e");
   return text.replace("-", "−");
 }
 const trim = text => text.includes("e") ? text : text.includes(".") ? text.replace(/\.?0+$/, "") : text;
@@ -145,7 +146,8 @@ class Chart {
     const layers = spec.kind === "stack" ? stack(drawn) : drawn.map(values => ({high: values}));
     this.scale(layers, weight);
     this.drawing.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-    this.drawing.replaceChildren(...this.axes(), ...layers.flatMap((layer, number) => this.shapes(layer, number, weight)));
+    const shapes = layers.flatMap((layer, number) => this.shapes(layer, number, weight));
+    this.drawing.replaceChildren(...this.axes(), ...shapes, ...this.marks());
     this.marker = svg("g");
     this.drawing.append(this.marker);
     this.point(pointed);
@@ -163,6 +165,8 @@ class Chart {
     const room = high - low || Math.abs(high) || 1;
     if (high === low) [low, high] = low === 0 ? [0, 1] : [low - room / 2, high + room / 2];
     else [low, high] = [low === 0 && !this.log ? 0 : low - room * 0.05, high + room * 0.05];
+    this.clipped = this.spec.kind === "stack" && high > 6 * median(layers.at(-1).high) ? high : null;
+    if (this.clipped) high = 3 * median(layers.at(-1).high);
     if (this.spec.unit === "%" && low >= 0) high = Math.min(high, 1.02);
     [this.low, this.high] = [low, high];
   }
@@ -173,6 +177,7 @@ class Chart {
 
   py(value) {
     const place = this.log ? Math.log10(value) : value;
+    if (this.clipped && value > this.high) return MARGIN.top;
     return HEIGHT - MARGIN.bottom - (place - this.low) / (this.high - this.low) * (HEIGHT - MARGIN.top - MARGIN.bottom);
   }
 
@@ -187,7 +192,7 @@ class Chart {
       const y = this.py(tick);
       if (y < MARGIN.top - 1 || y > bottom + 1) continue;
       nodes.push(svg("line", {class: "grid", x1: MARGIN.left, x2: right, y1: y, y2: y}),
-        svg("text", {x: MARGIN.left - 7, y: y + 4, "text-anchor": "end"}, format(tick, this.spec.unit).replace(" %", "%")));
+        svg("text", {x: MARGIN.left - 7, y: y + 4, "text-anchor": "end"}, format(tick, this.spec.unit, 1e-2).replace(" %", "%")));
     }
     nodes.push(svg("line", {class: "axis", x1: MARGIN.left, x2: right, y1: bottom, y2: bottom}));
     for (const tick of niceTicks(this.first, this.last, Math.max(2, this.width / 90)).filter(Number.isInteger)) {
@@ -196,11 +201,17 @@ class Chart {
         svg("text", {x, y: HEIGHT - 5, "text-anchor": anchor}, format(tick)));
     }
     nodes.push(svg("text", {class: "faint", x: MARGIN.left - 7, y: HEIGHT - 5, "text-anchor": "end"}, "step"));
-    const bound = this.spec.bound;
+    return nodes;
+  }
+
+  // What stands above the curves: the bound, and how far a spike goes that is cut off.
+  marks() {
+    const right = this.width - MARGIN.right, {bound} = this.spec, nodes = [];
+    const label = (y, words) => svg("text", {class: "label", x: right - 2, y, "text-anchor": "end"}, words);
+    if (this.clipped) nodes.push(label(MARGIN.top + 11, `↑ up to ${format(this.clipped)}`));
     if (bound) {
       const y = this.py(bound.value);
-      nodes.push(svg("line", {class: "bound", x1: MARGIN.left, x2: right, y1: y, y2: y}),
-        svg("text", {x: right, y: y + 13, "text-anchor": "end"}, bound.name));
+      nodes.push(svg("line", {class: "bound", x1: MARGIN.left, x2: right, y1: y, y2: y}), label(y + 13, bound.name));
     }
     return nodes;
   }
@@ -261,6 +272,8 @@ class Chart {
     });
   }
 }
+
+const median = values => [...values].sort((a, b) => a - b)[values.length >> 1];
 
 function stack(layers) {
   let base = layers[0].map(() => 0);

@@ -92,7 +92,7 @@ def speed(past: History) -> dict[str, Any] | None:
     if samples is None:
         return None
     details = [f"{tokens:,.0f} tokens/s" if tokens else "", f"trainer waits {wait / step:.0%}" if wait and step else ""]
-    return {"samples_per_s": samples, "detail": ", ".join(filter(None, details))}
+    return {"samples_per_s": samples, "detail": ", ".join(["median", *filter(None, details)])}
 
 
 def staleness(config: RunConfig, past: History) -> dict[str, Any] | None:

@@ -1,12 +1,11 @@
 """A reward behind a URL: POST {prompt, completion, answer, metadata}, which replies {"score": number}."""
 
 import asyncio
-import json
 from typing import Any
 
 import aiohttp
 
-from pipeline.rewards.process import RewardError
+from pipeline.rewards.process import RewardError, encoded
 
 CONCURRENT_REQUESTS = 32
 JSON = {"Content-Type": "application/json"}
@@ -39,7 +38,7 @@ class Endpoint:
         assert self._session, "start() comes first"
         async with self._slots:
             try:
-                async with self._session.post(url, data=json.dumps(body, default=str), headers=JSON) as response:
+                async with self._session.post(url, data=encoded(body), headers=JSON) as response:
                     if response.status != 200:
                         raise RewardError(f"{url} answered {response.status}: {(await response.text())[:200]}")
                     return await response.json(content_type=None)

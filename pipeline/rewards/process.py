@@ -95,7 +95,7 @@ async def _ask(process: asyncio.subprocess.Process, message: dict[str, Any]) -> 
     assert process.stdin
     assert process.stdout
     try:
-        process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
+        process.stdin.write(encoded(message))
         await process.stdin.drain()
         line = await process.stdout.readline()
     except (ConnectionError, ValueError):
@@ -105,6 +105,11 @@ async def _ask(process: asyncio.subprocess.Process, message: dict[str, Any]) -> 
         raise RewardError(f"its process died ({f'signal {-code}' if code < 0 else f'exit code {code}'})")
     reply: dict[str, Any] = json.loads(line)
     return reply
+
+
+def encoded(message: dict[str, Any]) -> bytes:
+    """One line of JSON; what JSON does not have in generated items and Parquet rows is told as text or left out."""
+    return json.dumps(message, default=str, skipkeys=True).encode() + b"\n"
 
 
 def _environment() -> dict[str, str]:
