@@ -13,7 +13,8 @@ from operators.children import children
 from operators.resolve import Platform
 
 REFUSED = 2  # exit code for what the user must mend
-PIPELINE = ("report", "plan", "replay", "store", "status")
+PIPELINE = ("report",)
+"""Commands that need the data plane's packages: `python -m pipeline.<command>`."""
 USAGE = """usage: miles COMMAND …
 
   validate FILE…     check RLJobs: each fault on one line
@@ -21,8 +22,6 @@ USAGE = """usage: miles COMMAND …
   render FILE        the Kubernetes objects of a job, as YAML
   run FILE           run a job as processes on this machine
   report RUN         a page about a run
-  plan, replay, store, status
-                     look into a run's store
 
 `miles COMMAND --help` says more."""
 
@@ -34,9 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     if command == "run":
-        from operators import local  # needs packages of the extra `local`
-
-        return local.main(rest)
+        return run(rest)
     if command in PIPELINE:
         os.execv(sys.executable, [sys.executable, "-m", f"pipeline.{command}", *rest])
     if command not in COMMANDS:
@@ -44,6 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"miles: {command}: unknown command" + (f'; did you mean "{near}"?' if near else ""), file=sys.stderr)
         return REFUSED
     return COMMANDS[command](rest)
+
+
+def run(arguments: list[str]) -> int:
+    try:
+        from operators import local  # needs packages of the extra `local`
+    except ModuleNotFoundError as error:
+        print(f"miles run: no package {error.name}; pip install 'miles[local,rollout,trainer]'", file=sys.stderr)
+        return REFUSED
+    return local.main(arguments)
 
 
 def validate(arguments: list[str]) -> int:

@@ -74,8 +74,9 @@ class Dispatcher:
     # Granting
 
     def grant(self, version: Version) -> None:
-        """Lease what staleness allows, to be generated with `version` or a later one."""
-        capacity = self.ledger.capacity((self.algorithm.max_staleness + 1) * self.algorithm.prompts_per_step)
+        """Lease what staleness allows and the remaining steps need, to be generated with `version` or a later one."""
+        steps = min(self.algorithm.max_staleness + 1, self.algorithm.total_steps - version.step)
+        capacity = self.ledger.capacity(steps * self.algorithm.prompts_per_step)
         held, holders = self.ledger.held(), []
         for known in self.roster.live():
             if known.heartbeat and not known.draining:

@@ -22,6 +22,8 @@ from pipeline.config import RunConfig
 from pipeline.storage import Conflict, Storage, StorageError, open_storage
 from pipeline.storage.check import probe
 
+KILL_DELAY_S = 5
+"""How much longer than the ranks' own deadline torchrun waits before it kills them."""
 SCHEMA = 1
 """Of run.json and everything beside it."""
 
@@ -31,11 +33,13 @@ def main() -> None:
         os.environ[termination.FILE_VARIABLE] = os.path.join(tempfile.mkdtemp(prefix="miles-"), "termination")
     termination.clear()
     try:
-        check(load())
+        config = load()
+        check(config)
     except (ValueError, StorageError) as error:
         termination.report(str(error))
         sys.exit(termination.USER_ERROR)
-    sys.exit(torchrun(["-m", "pipeline.trainer"]))
+    patience = str(config.trainer.stop_grace_s + KILL_DELAY_S)
+    sys.exit(torchrun(["--shutdown-timeout", patience, "-m", "pipeline.trainer"]))
 
 
 def load() -> RunConfig:
@@ -114,7 +118,7 @@ async def record(storage: Storage, config: RunConfig) -> None:
 
 
 def torchrun(arguments: list[str]) -> int:
-    """Run `arguments` under torchrun as PET_* say; the exit code of the first rank that failed, 0 if none did."""
+    """Run `arguments` under torchrun as PET_* say; 0, or the exit code of the rank that knew why it failed."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -122,8 +126,9 @@ def torchrun(arguments: list[str]) -> int:
     try:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else termination.FAILED
+        codes = {failure.exitcode for failure in error.failures.values()}
+        known = codes & {termination.USER_ERROR, termination.STOPPED, termination.FENCED}
+        return min(known) if known else termination.FAILED
     except SignalException:
         return termination.STOPPED if termination.STOPPED_PREFIX in termination.text() else termination.FAILED
     return termination.COMPLETE

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import pathlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,7 @@ class Lead:
     ) -> None:
         """`pause` asks the training loop to checkpoint and stop; called in the event loop's thread."""
         self.config, self.storage, self.clock = config, storage, clock
-        self.coordinator = Coordinator(storage, config, clock, randomness)
+        self.coordinator = Coordinator(storage, config, clock, randomness, _vocabulary(config))
         self.scoreboard = Scoreboard(config, self.coordinator, clock)
         self.recorder = metrics.Recorder(storage, metrics.run_folder())
         self.server = StatusServer("miles_trainer", self.status, self.gauges, self._unready, pause)
@@ -56,7 +57,7 @@ class Lead:
         """Fence the predecessor, restore the coordinator, let it run; returns the term. Raises Fenced."""
         await self.coordinator.take_over(state)
         self.step = step
-        await self.scoreboard.collect(step)
+        await self.scoreboard.restore()
         self.versions = sorted(await weights.published(self.storage))
         self._task = asyncio.create_task(self.coordinator.run())
         return self.coordinator.term
@@ -69,8 +70,15 @@ class Lead:
         if self._task is not None and self._task.done():
             self._task.result()
 
-    async def publish(self, version: Version) -> None:
-        """The weights of `version` lie in the store: announce them, have them evaluated if that is due."""
+    def wants_weights(self, step: int) -> bool:
+        """Not while logged steps are replayed: nothing is generated until the last of them, only evaluated."""
+        return step + 1 not in self.coordinator.ledger.plans or self.scoreboard.wants(step)
+
+    async def publish(self, version: Version, stored: bool) -> None:
+        """Announce a finished step's version, ask for its evaluation, and delete weights nobody will ask for again.
+
+        `stored`: its weights lie in the store, because they were wanted.
+        """
         await self.coordinator.publish(version)
         await self.scoreboard.ask(version)
         keep = set(self.scoreboard.pending.values())
@@ -78,8 +86,9 @@ class Lead:
         best = self.scoreboard.best()
         if best is not None:
             keep.add(Version(*best["version"]))
-        self.versions = [*self.versions, version][-(self.config.algorithm.max_staleness + 2) :]
-        await weights.collect(self.storage, keep | set(self.versions))
+        if stored:
+            self.versions = [*self.versions, version][-(self.config.algorithm.max_staleness + 2) :]
+            await weights.collect(self.storage, keep | set(self.versions))
 
     async def record(self, version: Version, row: Row) -> None:
         """The step behind `version` is trained."""
@@ -106,7 +115,7 @@ class Lead:
         await self.coordinator.stop("complete")
         self.phase = "delivering"
         delivered = await self._deliver(version)
-        self._summarise(version, delivered)
+        await self._summarise(version, delivered)
         self.phase = "complete"
         self.recorder.close()
 
@@ -122,16 +131,17 @@ class Lead:
         await output.deliver(self.storage, target, self.config, version, result["sets"] if result else {})
         return version
 
-    def _summarise(self, version: Version, delivered: Version | None) -> None:
+    async def _summarise(self, version: Version, delivered: Version | None) -> None:
         folder = metrics.run_folder()
         if folder is None:
             return
         statistics = self.coordinator.statistics()
+        began = await self.storage.head("run.json")
         content = {
             "run_id": self.config.run_id,
             "steps": version.step,
             "term": version.term,
-            "duration_s": self.clock.now() - self.started,
+            "duration_s": self.clock.now() - (began.modified if began else self.started),
             "evaluation": self.scoreboard.improvement(),
             "dropped": statistics["dropped"],
             "samples_per_s": metrics.steady_rate(self.rows, "perf/samples_per_s"),
@@ -151,6 +161,9 @@ class Lead:
         await self.coordinator.stop(reason)
 
     async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         await self.server.stop()
 
     # What is told
@@ -178,7 +191,7 @@ class Lead:
             "step": self.step,
             "total_steps": self.config.algorithm.total_steps,
             "version": list(version) if version else None,
-            "waiting_for": self.coordinator.waiting_for if self.phase == "waiting" else None,
+            "waiting_for": self._waiting_for(),
             "reward_mean": row.get("reward/mean"),
             "reward": {name.split("/")[1]: value for name, value in row.items() if metrics.is_part(name)},
             "response_length_mean": row.get("response_length/mean"),
@@ -198,6 +211,11 @@ class Lead:
             "peak_memory_gib": row.get("perf/peak_memory_gib"),
         }
 
+    def _waiting_for(self) -> str | None:
+        if self.phase == "evaluating":
+            return "evaluation of step " + ", ".join(map(str, self.scoreboard.pending))
+        return self.coordinator.waiting_for if self.phase == "waiting" else None
+
     def _unready(self) -> str | None:
         return "the model to be loaded" if self.phase == "starting" else None
 
@@ -210,3 +228,9 @@ class Lead:
         results = self.scoreboard.results
         sets = results[max(results)]["sets"] if results else {}
         return {name: {**dict(numbers(values)), "step": max(results)} for name, values in sets.items()}
+
+
+def _vocabulary(config: RunConfig) -> int | None:
+    """Rows of the model's embedding: no token id may be higher."""
+    content = json.loads(pathlib.Path(config.model.path, "config.json").read_text())
+    return content.get("vocab_size") or content.get("text_config", {}).get("vocab_size")

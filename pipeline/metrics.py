@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.algorithms import groups as group_statistics
 from pipeline.storage import Storage
 from pipeline.versions import Version
 
@@ -89,9 +90,8 @@ def of_rewards(
     scored = rewards[valid]
     row = _summary("reward", scored)
     row |= {f"reward/{name}/mean": _mean(values[valid]) for name, values in parts.items()}
-    flat = [np.ptp(scored[groups[valid] == group]) < 1e-6 for group in np.unique(groups[valid])]
-    dead = len(np.unique(groups)) - len(flat)
-    row["reward/frac_zero_std"] = (sum(flat) + dead) / max(1, len(flat) + dead)
+    _, first = np.unique(groups, return_index=True)  # one sample of each group
+    row["reward/frac_zero_std"] = _mean(~group_statistics.statistics(rewards, valid, groups).comparable[first])
     row["reward/frac_invalid"] = 1.0 - len(scored) / max(1, len(rewards))
     return row
 

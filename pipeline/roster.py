@@ -91,7 +91,7 @@ class Roster:
                     heartbeat.ulid, heartbeat.instance, cursor=heartbeat.sequence
                 )
             known.heartbeat, known.listed, known.heard = heartbeat, (info.etag, info.modified), self.elapsed
-        return self._superseded() + self._silent()
+        return list((self._silent() | self._superseded()).values())
 
     def _is_news(self, info: ObjectInfo) -> bool:
         known = self.writers.get(info.key.removeprefix(f"{WRITERS_FOLDER}/").removesuffix(".json"))
@@ -108,20 +108,20 @@ class Roster:
                 log.warning("%s cannot be read (%s)", info.key, error)
                 return None
 
-    def _superseded(self) -> list[tuple[Known, str]]:
+    def _superseded(self) -> dict[str, tuple[Known, str]]:
         """A slot runs one process: its newest incarnation has replaced the others."""
         newest: dict[str, str] = {}
         for known in self.live():
             newest[known.instance] = max(known.ulid, newest.get(known.instance, ""))
-        return [
-            (known, f"replaced by {newest[known.instance]}")
+        return {
+            known.ulid: (known, f"replaced by {newest[known.instance]}")
             for known in self.live()
             if known.ulid != newest[known.instance]
-        ]
+        }
 
-    def _silent(self) -> list[tuple[Known, str]]:
-        return [
-            (known, f"silent for {self.silence(known):.0f} s")
+    def _silent(self) -> dict[str, tuple[Known, str]]:
+        return {
+            known.ulid: (known, f"silent for {self.silence(known):.0f} s")
             for known in self.live()
             if self.silence(known) > self.lease_timeout_s
-        ]
+        }

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from pipeline.versions import Version
 
 log = logging.getLogger(__name__)
 
+EVALUATIONS_FOLDER = "evaluations/v1"
+RESULT = re.compile(r"/s(\d{20})\.json$")
 Result = dict[str, Any]
 """evaluations/v1/s<step>.json, see pipeline.evaluation."""
 
@@ -28,11 +31,21 @@ class Scoreboard:
         every, last = self.config.evaluation.every_steps, self.config.algorithm.total_steps
         return bool(self.config.evaluation.sets) and (step in (0, last) or bool(every and step % every == 0))
 
+    def wants(self, step: int) -> bool:
+        """Whether the policy of `step` is still to be evaluated, and nobody has been asked to."""
+        return self.due(step) and step not in self.results and step not in self.pending
+
     async def ask(self, version: Version) -> None:
-        """Request the evaluation of a published version if it is due and neither done nor requested."""
-        step = version.step
-        if self.due(step) and step not in self.results and step not in self.pending:
-            await self.coordinator.evaluate(step, version)
+        """Request the evaluation of a published version if it is wanted."""
+        if self.wants(version.step):
+            await self.coordinator.evaluate(version.step, version)
+
+    async def restore(self) -> None:
+        """Take in all results there are, those of steps that will be trained again included: their weights are kept."""
+        for info in await self.coordinator.storage.list(EVALUATIONS_FOLDER):
+            match = RESULT.search(info.key)
+            if match and (result := await self.coordinator.evaluation(int(match[1]))):
+                self.results[int(match[1])] = result
 
     async def collect(self, up_to: int) -> dict[int, Result]:
         """Results that have appeared since the last call, of steps 0 … up_to."""

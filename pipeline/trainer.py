@@ -129,15 +129,18 @@ class Trainer:
             )
 
     def _publish(self, version: Version) -> float:
-        """Store the weights of `version` and announce them; seconds."""
+        """Store the weights of `version`, where anybody will want them, and announce them; seconds."""
         started = time.perf_counter()
         self._enter("publishing")
-        with tempfile.TemporaryDirectory(prefix="miles-weights-") as folder:
-            kind = self.learner.export(folder) if version.step else "base"
-            if self.lead:
-                files = folder if version.step else None
-                self.background.run(weights.publish(self.storage, version, files, kind))
-                self.background.run(self.lead.publish(version))
+        wanted = distributed.broadcast(bool(self.lead and self.lead.wants_weights(version.step)))
+        if wanted:
+            with tempfile.TemporaryDirectory(prefix="miles-weights-") as folder:
+                kind = self.learner.export(folder) if version.step else "base"
+                if self.lead:
+                    files = folder if version.step else None
+                    self.background.run(weights.publish(self.storage, version, files, kind))
+        if self.lead:
+            self.background.run(self.lead.publish(version, stored=wanted))
         return time.perf_counter() - started
 
     def _checkpoint(self, version: Version, read_back: bool = True) -> float:

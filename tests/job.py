@@ -1,4 +1,4 @@
-"""A whole `miles run` for tests: start it, wait for a step, kill one of its processes, read what it left in the store."""
+"""A whole `miles run` for tests: start it, wait for a step, kill one of its processes, read what it has stored."""
 
 import asyncio
 import collections
@@ -79,7 +79,7 @@ class Job:
         deadline = time.monotonic() + timeout_s
         assert self.process is not None
         while self.process.poll() is None and not any(row["step"] >= step for row in self.metrics()):
-            assert time.monotonic() < deadline, f"step {step} was not trained within {timeout_s:.0f} s:\n{self.screen()}"
+            assert time.monotonic() < deadline, f"no step {step} within {timeout_s:.0f} s:\n{self.screen()}"
             time.sleep(0.1)
 
     def pids(self, part: str) -> list[int]:
@@ -148,7 +148,8 @@ def check_exactly_once(job: Job, steps: int) -> collections.Counter[str]:
 @contextlib.contextmanager
 def running(folder: pathlib.Path, *arguments: str, sample: pathlib.Path = TINY) -> Iterator[Job]:
     """The started job, its store below `folder` unless the arguments name another; ended when the block is left."""
-    store = [] if any("spec.store.uri" in argument for argument in arguments) else [f"spec.store.uri=file://{folder}/store"]
+    elsewhere = any("spec.store.uri" in argument for argument in arguments)
+    store = [] if elsewhere else [f"spec.store.uri=file://{folder}/store"]
     settings = [part for argument in [*store, *arguments] for part in ("--set", argument)]
     job = Job(folder / "run", [str(sample), *settings])
     job.start()

