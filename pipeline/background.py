@@ -31,6 +31,8 @@ class Background:
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join(timeout_s)
+            if not self.thread.is_alive():
+                self.loop.close()
 
 
 async def _cancel_others() -> None:
@@ -38,3 +40,4 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()

@@ -144,8 +144,8 @@ class Lead:
             "duration_s": self.clock.now() - (began.modified if began else self.started),
             "evaluation": self.scoreboard.improvement(),
             "dropped": statistics["dropped"],
-            "samples_per_s": metrics.steady_rate(self.rows, "perf/samples_per_s"),
-            "tokens_per_s": metrics.steady_rate(self.rows, "perf/tokens_per_s"),
+            "samples_per_s": metrics.steady_rate(self.rows, "samples"),
+            "tokens_per_s": metrics.steady_rate(self.rows, "tokens"),
             "peak_memory_gib": max((row["perf/peak_memory_gib"] for row in self.rows), default=None),
             "output": {"uri": self.config.output.uri, "version": list(delivered)}
             if self.config.output and delivered

@@ -115,9 +115,10 @@ def of_advantages(advantages: np.ndarray) -> Row:
 
 
 def steady_rate(rows: Sequence[Mapping[str, float]], name: str, skip: int = 2) -> float:
-    """Median of `name` over all rows but the first `skip`, in which caches fill and code compiles."""
-    values = [row[name] for row in rows[skip:] or rows if name in row]
-    return float(np.median(values)) if values else 0.0
+    """perf/<name> a second, over all steps but the first few, in which caches fill and code compiles."""
+    steady = rows[skip:] or rows
+    seconds = sum(row["perf/step_s"] for row in steady)
+    return sum(row[f"perf/{name}"] for row in steady) / seconds if seconds else 0.0
 
 
 def _summary(name: str, values: np.ndarray) -> Row:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import transformers
 
 from pipeline import batching, checkpoint, distributed, launch, termination, weights
 from pipeline.background import Background
@@ -36,7 +37,7 @@ from pipeline.storage import Storage, open_storage
 from pipeline.trainer_log import Fenced, Plan
 from pipeline.versions import Version
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("pipeline.trainer")
 
 T = TypeVar("T")
 
@@ -65,11 +66,13 @@ class Trainer:
         self.version: Version | None = None
         self.saved: Version | None = None  # newest checkpoint
         self.skips = 0
+        self._ended = 0.0  # of the last step, by time.perf_counter
 
     def run(self, device: torch.device) -> None:
         """Train until total_steps. Raises Stopped (after a checkpoint), Hopeless, Fenced, and what the store raises."""
         try:
             version = self._resume(device)
+            self._ended = time.perf_counter()
             while version.step < self.config.algorithm.total_steps:
                 version = self._step(version)
             self._checkpoint(version)
@@ -96,10 +99,10 @@ class Trainer:
         return self.version
 
     def _step(self, before: Version) -> Version:
-        started = time.perf_counter()
+        asked = time.perf_counter()
         version = Version(before.term, before.step + 1)
         plan: Plan = self._lead("next_plan", version.step, phase="waiting")
-        waited = time.perf_counter() - started
+        waited = time.perf_counter() - asked
         self._enter("replaying" if plan.replayed else "training")
         batch = self.background.run(batching.load_plan(self.storage, plan))
         try:
@@ -110,12 +113,13 @@ class Trainer:
         if self.lead:
             self.background.run(self.lead.coordinator.finish_step(version.step))
         self.version = version
+        row["perf/weight_publish_s"] = self._publish(version)
         every = self.config.checkpoint.every_steps
         if every and version.step % every == 0:
             row["perf/checkpoint_s"] = self._checkpoint(version)
-        row["perf/weight_publish_s"] = self._publish(version)
         if self.lead:
-            row |= {**self.lead.queue(), **_speed(row, waited, time.perf_counter() - started)}
+            began, self._ended = self._ended, time.perf_counter()
+            row |= {**self.lead.queue(), **_speed(row, waited, self._ended - began)}
             self.background.run(self.lead.record(version, row))
             log.info("step %d of %d: %s", version.step, self.config.algorithm.total_steps, _headline(row))
         return version
@@ -196,7 +200,7 @@ async def _called(function: Callable[[], T]) -> T:
 
 
 def _speed(row: Row, waited: float, step_s: float) -> Row:
-    """perf/* of a step of `step_s` seconds; tokens are prompts and completions of all samples."""
+    """perf/* of a step that ended `step_s` after the one before; tokens are prompts and completions of all samples."""
     return {
         "async/wait_for_batch_s": waited,
         "perf/step_s": step_s,
@@ -219,6 +223,7 @@ def _headline(row: Row) -> str:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    transformers.utils.logging.disable_progress_bar()
     try:
         config = launch.load()
         _train(config)

@@ -417,7 +417,7 @@ def test_a_folder_that_gets_another_tokenizer_is_put_together_elsewhere():
 def test_on_one_machine_the_cores_are_shared():
     local = job(rollout={"replicas": 2}, trainer={"processesPerNode": 2})
     assert env(vllm(local, CPU))["OMP_NUM_THREADS"] == "2"
-    assert env(trainer(local, CPU))["OMP_NUM_THREADS"] == "2"
+    assert env(trainer(local, CPU))["OMP_NUM_THREADS"] == "1"
 
 
 def test_on_one_machine_with_one_gpu_server_and_trainer_share_it():

@@ -60,7 +60,8 @@ def test_a_line_cut_by_a_kill_does_not_swallow_the_next_one(tmp_path):
     assert path.read_text().splitlines() == ['{"step": 1}', '{"st', '{"step": 2}']
 
 
-def test_the_steady_rate_leaves_out_the_first_steps():
-    rows = [{"perf/samples_per_s": rate} for rate in (1.0, 2.0, 10.0, 12.0, 11.0)]
-    assert metrics.steady_rate(rows, "perf/samples_per_s") == 11.0
-    assert metrics.steady_rate(rows[:2], "perf/samples_per_s") == 1.5
+def test_the_steady_rate_is_all_samples_over_all_seconds_but_those_of_the_first_steps():
+    rows = [{"perf/samples": 8.0, "perf/step_s": seconds} for seconds in (90.0, 30.0, 1.0, 3.0)]
+    assert metrics.steady_rate(rows, "samples") == 4.0
+    assert metrics.steady_rate(rows[:2], "samples") == pytest.approx(16 / 120)
+    assert metrics.steady_rate([], "samples") == 0.0

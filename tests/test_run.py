@@ -9,8 +9,8 @@ from tests import job, models, s3server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-FULL = ("spec.algorithm.totalSteps=80",)
-LORA = ("spec.algorithm.totalSteps=80", "spec.trainer.lora.rank=32", "spec.algorithm.learningRate=1e-2")
+FULL = ("spec.algorithm.totalSteps=30",)
+LORA = ("spec.algorithm.totalSteps=40", "spec.trainer.lora.rank=32", "spec.algorithm.learningRate=1e-2")
 AGREEMENT = 5e-5
 """Mean |log μ − log π_old| between vLLM and the trainer, float32."""
 
@@ -34,7 +34,7 @@ def test_full_fine_tuning_learns_in_a_local_folder(tmp_path: pathlib.Path) -> No
     with job.running(tmp_path, *FULL) as run:
         assert run.wait() == 0, run.screen()
         check_learned(run)
-        assert not job.check_exactly_once(run, steps=80)
+        assert not job.check_exactly_once(run, steps=30)
 
 
 def test_lora_learns_on_s3_with_two_servers_and_two_trainer_nodes(
@@ -44,7 +44,7 @@ def test_lora_learns_on_s3_with_two_servers_and_two_trainer_nodes(
     with job.running(tmp_path, *LORA, *wide, *on_s3(s3_server)) as run:
         assert run.wait() == 0, run.screen()
         check_learned(run)
-        assert not job.check_exactly_once(run, steps=80)
+        assert not job.check_exactly_once(run, steps=40)
         writers = {group.key.split("/")[2] for plan in run.plans() for group in plan.groups}
         assert len(writers) == 2, "one of the two workers trained nothing"
 
