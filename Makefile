@@ -50,7 +50,7 @@ models: $(MODELS) ## a tiny random model and SmolLM2-135M-Instruct in .cache/mod
 	@$(BIN)/python -m tests.models smollm2 $@
 
 demo: $(READY) | $(MODELS) ## a language model learns arithmetic on this machine, and a report of it
-	@$(call say,"demo: LoRA GRPO on reasoning-gym arithmetic with real vLLM; five to eight minutes on two cores")
+	@$(call say,"demo: LoRA GRPO on reasoning-gym arithmetic with real vLLM; about eight minutes on two cores")
 	@$(BIN)/miles run manifests/samples/demo.yaml --run-dir $(DEMO)
 	@$(BIN)/miles report $(DEMO)
 

@@ -263,7 +263,7 @@ def _cpu_environment(job: RLJob, platform: Platform) -> list[Dict]:
 
 
 def _trainer_threads(job: RLJob, platform: Platform) -> int:
-    """On one machine half of the cores are left to vLLM: a rank whose threads wait for cores in use is many times slower
+    """On one machine half of the cores are left to vLLM: a rank whose threads wait for busy cores is many times slower
     than one with fewer threads."""
     spec = job.spec.trainer
     ranks = processes(job, platform) * (2 * spec.nodes if platform.local else 1)

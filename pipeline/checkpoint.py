@@ -128,8 +128,8 @@ def load(
     return None
 
 
-async def prune(storage: Storage, newest_version: Version, keep_last: int) -> list[Version]:
-    """Delete all but the last `keep_last` checkpoints and what unfinished ones left; returns the versions kept.
+async def prune(storage: Storage, newest_version: Version, keep_last: int) -> Checkpoint:
+    """Delete all but the last `keep_last` checkpoints and what unfinished ones left; returns the oldest one kept.
 
     The manifest goes first: a half-deleted checkpoint is an unfinished one. Nothing above `newest_version` is touched.
     """
@@ -138,13 +138,12 @@ async def prune(storage: Storage, newest_version: Version, keep_last: int) -> li
         version = Version.parse(info.key.split("/")[1])
         if version <= newest_version:
             keys.setdefault(version, []).append(info.key)
-    complete = sorted(version for version, names in keys.items() if f"{folder(version)}/{MANIFEST}" in names)
-    kept = complete[-max(1, keep_last) :]
-    for version, names in keys.items():
-        if version not in kept:
-            for key in sorted(names, key=lambda key: not key.endswith(MANIFEST)):
-                await storage.delete(key)
-    return kept
+    complete = [found for found in await newest(storage) if found.version <= newest_version]
+    kept = complete[: max(1, keep_last)]
+    for version in keys.keys() - {found.version for found in kept}:
+        for key in sorted(keys[version], key=lambda key: not key.endswith(MANIFEST)):
+            await storage.delete(key)
+    return kept[-1]
 
 
 class _Reader(dcp.FileSystemReader):

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from pipeline import metrics, output, status, weights
+from pipeline import checkpoint, metrics, output, status, weights
 from pipeline.clock import Clock
 from pipeline.config import RunConfig
 from pipeline.coordinator import Coordinator
@@ -95,6 +95,12 @@ class Lead:
         self.step = version.step
         self.rows.append(row)
         await self.recorder.record(version, row, self.clock.now())
+
+    async def retire_checkpoints(self, newest: Version) -> None:
+        """`newest` is complete and read back: delete what is older than the last few, and the shards only they need."""
+        oldest = await checkpoint.prune(self.storage, newest, self.config.checkpoint.keep_last)
+        if self.config.store.retention == "window":
+            await self.coordinator.collect(oldest.state["coordinator"])
 
     async def _collect(self) -> None:
         for step, result in (await self.scoreboard.collect(self.step)).items():

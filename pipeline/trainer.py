@@ -9,7 +9,6 @@ An interrupted step leaves no trace but its plan in the log, which the next inca
 """
 
 import concurrent.futures
-import contextlib
 import logging
 import os
 import random
@@ -19,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -81,6 +80,10 @@ class Trainer:
             if self.version is not None:
                 self._checkpoint(self.version, read_back=False)
             raise
+        except ValueError as error:
+            if self.version is None:
+                raise  # the user's configuration, model or checkpoint
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     def _resume(self, device: torch.device) -> Version:
         """Restore the newest good checkpoint, take over, publish what was restored."""
@@ -161,7 +164,7 @@ class Trainer:
             if self.lead:
                 self.lead.checkpointed = version
                 if read_back:
-                    run(checkpoint.prune(self.storage, version, self.config.checkpoint.keep_last))
+                    run(self.lead.retire_checkpoints(version))
         return time.perf_counter() - started
 
     # Ranks in lockstep
@@ -256,48 +259,43 @@ def _explained(error: Exception) -> tuple[int, str]:
 
 def _train(config: RunConfig) -> None:
     stopping = threading.Event()
-    background = Background()
-    with _stops_on_signal(stopping, config.trainer.stop_grace_s):
-        device = distributed.start()
-        torch.manual_seed(config.trainer.seed + distributed.rank())
-        storage = open_storage(config.store.uri, config.store.endpoint, config.store.region)
-        lead = None
-        if distributed.rank() == 0:
-            lead = Lead(config, storage, SystemClock(), random.Random(), stopping.set)
-            background.run(lead.serve())
-        trainer = Trainer(config, storage, background, stopping, lead)
-        try:
-            trainer.run(device)
-        except Stopped:
-            raise Stopped(_where(trainer.saved)) from None
-        except Hopeless as error:
-            if lead:
-                background.run(lead.fail(str(error)))
-            raise
-        finally:
-            if lead:
-                background.run(lead.close())
-    distributed.stop()
+    _stop_on_signal(stopping, config.trainer.stop_grace_s)
+    device = distributed.start()
+    torch.manual_seed(config.trainer.seed + distributed.rank())
+    background, lead = Background(), None
+    storage = open_storage(config.store.uri, config.store.endpoint, config.store.region)
+    if distributed.rank() == 0:
+        lead = Lead(config, storage, SystemClock(), random.Random(), stopping.set)
+        background.run(lead.serve())
+    trainer = Trainer(config, storage, background, stopping, lead)
+    try:
+        trainer.run(device)
+    except Stopped:
+        raise Stopped(_where(trainer.saved)) from None
+    except Hopeless as error:
+        if lead:
+            background.run(lead.fail(str(error)))
+        raise
+    finally:
+        if lead:
+            background.run(lead.close())
 
 
 def _where(saved: Version | None) -> str:
     return f"checkpoint {saved} is written" if saved else "before the first step"
 
 
-@contextlib.contextmanager
-def _stops_on_signal(stopping: threading.Event, grace_s: float) -> Iterator[None]:
+def _stop_on_signal(stopping: threading.Event, grace_s: float) -> None:
     """SIGTERM and SIGINT ask for a stop; where that is not done within `grace_s`, the process ends without it."""
 
     def stop(number: int, frame: Any) -> None:
-        if not stopping.is_set():
-            stopping.set()
-            timer = threading.Timer(grace_s, _give_up, [grace_s])
-            timer.daemon = True
-            timer.start()
+        stopping.set()
+        timer = threading.Timer(grace_s, _give_up, [grace_s])
+        timer.daemon = True
+        timer.start()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    yield
 
 
 def _give_up(grace_s: float) -> None:

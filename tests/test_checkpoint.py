@@ -181,8 +181,8 @@ def test_pruning_keeps_the_last_few_and_clears_unfinished_ones(store, background
     for step in (10, 20, 30, 40, 50):
         save(store, background, 1, step)
     path(tmp_path, 10, "MANIFEST.json").unlink()
-    kept = background.run(checkpoint.prune(store, Version(1, 40), keep_last=2))
-    assert kept == [Version(1, 30), Version(1, 40)]
+    oldest = background.run(checkpoint.prune(store, Version(1, 40), keep_last=2))
+    assert (oldest.version, oldest.state) == (Version(1, 30), {"step": 30})
     left = {info.key.split("/")[1] for info in background.run(store.list("checkpoints"))}
     assert left == {str(Version(1, step)) for step in (30, 40, 50)}  # 50 is another trainer's
 

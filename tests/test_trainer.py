@@ -1,5 +1,6 @@
 """pipeline.trainer, whole, with a worker that needs no vLLM (fake_worker): real store, protocol, model and ranks."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -25,7 +26,7 @@ from pipeline.learner import Interrupted, Learner
 from pipeline.model.attention import Block
 from pipeline.storage import open_storage
 from pipeline.trainer import Hopeless, Stopped, Trainer
-from pipeline.trainer_log import Fenced, GroupRef, Plan, Stop, decode
+from pipeline.trainer_log import Collect, Fenced, GroupRef, Plan, Stop, decode
 from pipeline.versions import Version
 from tests import fake_worker, models
 
@@ -308,6 +309,20 @@ def test_only_weights_that_somebody_may_ask_for_are_kept(tmp_path, tiny):
     with worker(config):
         train(config)
     assert sorted({key.split("/")[1][-2:] for key in listed(config, "weights")}) == ["04", "05", "06"]
+
+
+def test_experience_that_no_checkpoint_needs_is_deleted_where_that_is_asked_for(tmp_path, tiny, uninterrupted):
+    config = configure(tmp_path, tiny, store__retention="window", rollout__lease_timeout_s=1.5, checkpoint__keep_last=1)
+    with worker(config) as background:
+        with pytest.raises(Stopped):
+            train(config, stop_after=4)
+        before = set(listed(config, "rollouts/v1"))
+        background.run(asyncio.sleep(2))  # the grace period
+        assert_same(trained(train(config)), uninterrupted)
+    assert before - set(listed(config, "rollouts/v1"))
+    assert [record.below for record in records(config) if isinstance(record, Collect)] == sorted(
+        record.below for record in records(config) if isinstance(record, Collect)
+    )
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(tmp_path, tiny):
