@@ -137,11 +137,7 @@ class LocalBucket:
                 raise Conflict(f"{final} exists") from None
 
     def _rename(self, key: str, temporary: str, final: str, condition: str | None) -> None:
-        with self._lock(key):
-            try:
-                present = os.lstat(final)
-            except FileNotFoundError:
-                present = None
+        with self._lock(key), _held(final) as present:
             if condition is not None and condition != (present and _etag(present)):
                 raise Conflict(f"{final} has changed")
             os.rename(temporary, final)
@@ -150,10 +146,10 @@ class LocalBucket:
 
     def _delete(self, key: str) -> None:
         final = self._path(key)
-        with self._lock(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            present = os.lstat(final)
-            os.unlink(final)
-            self._forget(key, present)
+        with self._lock(key), _held(final) as present:
+            if present:
+                os.unlink(final)
+                self._forget(key, present)
 
     def _walk(self, folder: str) -> Iterator[ObjectInfo]:
         top = os.path.join(self.root, folder) if folder else self.root
@@ -252,3 +248,18 @@ def _make_folders(folder: str, root: str) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder)
         _flush(parent)
+
+
+@contextlib.contextmanager
+def _held(path: str) -> Iterator[os.stat_result | None]:
+    """The file's state, None if there is none. While it is held open its inode number, which names its record of
+    metadata, is not given to another file."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        yield None
+        return
+    try:
+        yield os.fstat(file)
+    finally:
+        os.close(file)
