@@ -123,7 +123,6 @@ def test_only_what_is_used_and_not_built_is_noticed():
         "spec.algorithm.type": False,
         "spec.rollout.autoscale": True,
         "spec.rollout.spot": True,
-        "spec.store.retention": True,
         "spec.runPolicy.ttlSecondsAfterFinished": True,
         'metadata.labels["kueue.x-k8s.io/queue-name"]': True,
     }

@@ -182,9 +182,7 @@ class Store(Model):
     """Region of the bucket. Default: what the environment says."""
     secret_ref: SecretReference | None = None
     """Credentials of the store. Default: what the pods' environment offers."""
-    retention: Annotated[
-        Literal["all", "window"], not_built("everything is kept", harmless=True, values=("window",))
-    ] = "all"
+    retention: Literal["all", "window"] = "all"
     """all: the run stays as a data set; window: what no kept checkpoint needs is deleted."""
 
 
