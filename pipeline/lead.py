@@ -11,6 +11,7 @@ import logging
 import os
 import pathlib
 import random
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -226,8 +227,9 @@ class Lead:
         return "the model to be loaded" if self.phase == "starting" else None
 
     def _eta_s(self) -> float | None:
+        """By the median: the first step, which waits for vLLM to start, would promise hours."""
         recent = [row["perf/step_s"] for row in self.rows[-RECENT_STEPS:]]
-        return (self.config.algorithm.total_steps - self.step) * sum(recent) / len(recent) if recent else None
+        return (self.config.algorithm.total_steps - self.step) * statistics.median(recent) if recent else None
 
     def _newest_evaluation(self) -> dict[str, Any]:
         """Set → {metric: value, "step"}."""

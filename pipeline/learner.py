@@ -76,7 +76,8 @@ class Learner:
         config = self.config.algorithm
         row = of_batch(batch, step)
         included = batching.updates(batch, config.updates_per_step)
-        shares = [self._share(batch, samples) for samples in included]
+        matters = self._matters(batch)
+        shares = [self._share(batch, samples & matters) for samples in included]
         scored = [[self._score(part, stop) for part in share] for share in shares]
         rewards = self._rewards(batch, shares, scored)
         advantages = self.algorithm.advantages(rewards, batch.valid, batch.groups)  # [N]
@@ -103,6 +104,13 @@ class Learner:
         row["perf/forward_backward_s"] = time.perf_counter() - started
         row["perf/peak_memory_gib"] = distributed.reduce({"peak": self._peak_gib()}, dist.ReduceOp.MAX)["peak"]
         return row
+
+    def _matters(self, batch: Batch) -> np.ndarray:
+        """[N] bool: the samples that the gradient depends on. Without a KL term those of advantage 0, as of a group
+        whose rewards are all the same, count in the loss's denominator only and need no pass."""
+        if self.reference is not None:
+            return batch.valid
+        return self.algorithm.advantages(batch.rewards, batch.valid, batch.groups) != 0
 
     def _share(self, batch: Batch, samples: np.ndarray) -> list[MicroBatch]:
         limit = self.config.trainer.max_tokens_per_micro_batch

@@ -114,11 +114,24 @@ def of_advantages(advantages: np.ndarray) -> Row:
     return {"advantage/mean": _mean(advantages), "advantage/std": float(np.std(advantages)) if len(advantages) else 0.0}
 
 
-def steady_rate(rows: Sequence[Mapping[str, float]], name: str, skip: int = 2) -> float:
-    """perf/<name> a second, over all steps but the first few, in which caches fill and code compiles."""
-    steady = rows[skip:] or rows
-    seconds = sum(row["perf/step_s"] for row in steady)
-    return sum(row[f"perf/{name}"] for row in steady) / seconds if seconds else 0.0
+STARTING_STEPS = 2
+"""Steps in which caches fill and code compiles; no measure of speed."""
+
+
+def steady(rows: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
+    return rows[STARTING_STEPS:] or rows
+
+
+def steady_rate(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    """perf/<name> a second, over the steady steps."""
+    seconds = sum(row["perf/step_s"] for row in steady(rows))
+    return sum(row[f"perf/{name}"] for row in steady(rows)) / seconds if seconds else 0.0
+
+
+def waiting_share(rows: Sequence[Mapping[str, float]]) -> float:
+    """Share of the steady steps' time in which the trainer waits for experience."""
+    seconds = sum(row["perf/step_s"] for row in steady(rows))
+    return sum(row.get("async/wait_for_batch_s", 0.0) for row in steady(rows)) / seconds if seconds else 0.0
 
 
 def _summary(name: str, values: np.ndarray) -> Row:

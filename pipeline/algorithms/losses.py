@@ -117,14 +117,16 @@ def _add_up(mask: Tensor, per_token: dict[str, Tensor]) -> LossSums:
 def summary(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
     """The logged numbers of a whole batch, from sums and maxima over all of its parts and ranks.
 
-    loss/policy and loss/kl are the batch's losses as aggregated; all others are means over its response tokens.
+    loss/policy and loss/kl are the batch's losses as aggregated; all others are means over the response tokens that took
+    part in a pass, and left out where none did.
     mismatch/kl is the unbiased ρ − 1 − log ρ of KL(μ‖π_old); mismatch/ess is (Σw)²/(n·Σw²), 1 when all weights agree.
     """
-    tokens = max(1.0, sums["tokens"])
-    result = {
-        name: value if name in ("loss/policy", "loss/kl") else value / tokens
-        for name, value in sums.items()
-        if name not in ("tokens", "mismatch/is_square")
+    tokens = sums["tokens"]
+    result = {name: sums[name] for name in ("loss/policy", "loss/kl") if name in sums}
+    if not tokens:
+        return result
+    result |= {
+        name: value / tokens for name, value in sums.items() if name not in ("tokens", "mismatch/is_square", *result)
     }
     square = sums["mismatch/is_square"]
     result["mismatch/ess"] = sums["mismatch/is_mean"] ** 2 / (tokens * square) if square else 1.0

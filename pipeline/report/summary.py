@@ -7,6 +7,7 @@ from typing import Any
 
 import pydantic
 
+from pipeline import metrics
 from pipeline.config import RunConfig
 from pipeline.report import curves
 from pipeline.report.history import History
@@ -86,13 +87,13 @@ def reward(past: History) -> dict[str, Any] | None:
 
 
 def speed(past: History) -> dict[str, Any] | None:
-    """Medians over all steps but the first two, in which caches fill and code compiles."""
-    samples, tokens = _steady(past, "perf/samples_per_s"), _steady(past, "perf/tokens_per_s")
-    wait, step = _steady(past, "async/wait_for_batch_s"), _steady(past, "perf/step_s")
-    if samples is None:
+    """Over all steps but the first two, in which caches fill and code compiles; as the run's summary.json has it."""
+    rows = [row for row in past.metrics.values() if row.get("perf/step_s") and row.get("perf/samples")]
+    if not rows:
         return None
-    details = [f"{tokens:,.0f} tokens/s" if tokens else "", f"trainer waits {wait / step:.0%}" if wait and step else ""]
-    return {"samples_per_s": samples, "detail": ", ".join(["median", *filter(None, details)])}
+    tokens = metrics.steady_rate(rows, "tokens")
+    details = [f"{tokens:,.0f} tokens/s", f"trainer waits {metrics.waiting_share(rows):.0%} of the time"]
+    return {"samples_per_s": metrics.steady_rate(rows, "samples"), "detail": ", ".join(details)}
 
 
 def staleness(config: RunConfig, past: History) -> dict[str, Any] | None:
@@ -162,8 +163,3 @@ def _flat(config: RunConfig) -> dict[str, str]:
 
 def _known(past: History, name: str) -> list[float]:
     return [value for value in curves.series(past, name) if value is not None]
-
-
-def _steady(past: History, name: str) -> float | None:
-    values = _known(past, name)
-    return statistics.median(values[2:] or values) if values else None
