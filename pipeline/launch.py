@@ -19,7 +19,7 @@ from pipeline import config as configuration
 from pipeline import output, termination
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.config import RunConfig
-from pipeline.storage import Conflict, Storage, StorageError, open_storage
+from pipeline.storage import Conflict, Storage, StorageError, Unavailable, open_storage
 from pipeline.storage.check import probe
 
 KILL_DELAY_S = 5
@@ -37,7 +37,7 @@ def main() -> None:
         check(config)
     except (ValueError, StorageError) as error:
         termination.report(str(error))
-        sys.exit(termination.USER_ERROR)
+        sys.exit(termination.FAILED if isinstance(error, Unavailable) else termination.USER_ERROR)
     patience = str(config.trainer.stop_grace_s + KILL_DELAY_S)
     sys.exit(torchrun(["--shutdown-timeout", patience, "-m", "pipeline.trainer"]))
 

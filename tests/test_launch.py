@@ -12,6 +12,7 @@ import pytest
 
 from pipeline import launch, termination
 from pipeline.config import RunConfig
+from pipeline.storage import Unavailable
 
 
 @pytest.fixture
@@ -43,6 +44,21 @@ def edit(content, path, value):
 
 def test_a_valid_configuration_passes_every_check(content):
     launch.check(RunConfig.model_validate(content))
+
+
+def test_a_store_that_does_not_answer_may_be_tried_again(content, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(content))
+    monkeypatch.setenv("MILES_CONFIG", str(file))
+
+    async def outage(storage):
+        raise Unavailable("store s3://miles does not answer")
+
+    monkeypatch.setattr(launch, "probe", outage)
+    with pytest.raises(SystemExit) as end:
+        launch.main()
+    assert end.value.code == termination.FAILED
+    assert "does not answer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,8 @@ def _add_up(mask: Tensor, per_token: dict[str, Tensor]) -> LossSums:
 def summary(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
     """The logged numbers of a whole batch, from sums and maxima over all of its parts and ranks.
 
-    loss/policy and loss/kl are the batch's losses as aggregated; all others are means over the response tokens that took
-    part in a pass, and left out where none did.
+    loss/policy and loss/kl are the batch's losses as aggregated; all others are means over the response tokens that
+    took part in a pass, and left out where none did.
     mismatch/kl is the unbiased ρ − 1 − log ρ of KL(μ‖π_old); mismatch/ess is (Σw)²/(n·Σw²), 1 when all weights agree.
     """
     tokens = sums["tokens"]
