@@ -21,7 +21,7 @@ DEMO := runs/demo
 say := printf '\033[1m==> %s\033[0m\n'
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | awk -F'\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | awk -F'\t' '{ printf "  make %-14s %s\n", $$1, $$2 }'
 
 setup: $(READY) ## the environment in .venv, from the hash-pinned lock (5 GB, about a minute when nothing is cached)
 
@@ -54,6 +54,14 @@ demo: $(READY) | $(MODELS) ## a language model learns arithmetic on this machine
 	@$(BIN)/miles run manifests/samples/demo.yaml --run-dir $(DEMO)
 	@$(BIN)/miles report $(DEMO)
 
+manifests: $(READY) ## the CustomResourceDefinition in manifests/crd, from the typed spec
+	@$(say) "manifests/crd/rljobs.yaml"
+	@$(BIN)/python -m operators.crd > manifests/crd/rljobs.yaml
+
+agreement: $(READY) ## 10,000 generated RLJob files: the command line and a real API server give one verdict
+	@$(say) "agreement: 10,000 files; about ten minutes on two cores"
+	@AGREEMENT_FILES=10000 $(BIN)/pytest tests/test_agreement.py -m "" -s
+
 lint: $(READY) ## ruff (lint and format), mypy, import contracts
 	@$(say) "ruff check" && $(BIN)/ruff check
 	@$(say) "ruff format --check" && $(BIN)/ruff format --check
@@ -64,21 +72,36 @@ test: test-unit test-slow ## all tests: unit, then slow
 
 test-unit: $(READY) | $(MODELS) ## unit tests: about two minutes
 	@$(say) "unit tests: about 2 min; stopped after $(UNIT_LIMIT_S) s"
-	@timeout --signal=INT --kill-after=60 $(UNIT_LIMIT_S) $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not chaos"
+	@timeout --signal=INT --kill-after=60 $(UNIT_LIMIT_S) $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not chaos and not e2e"
 
-test-slow: $(READY) | $(MODELS) ## tests with real vLLM, torchrun, an S3 server and a browser
-	@$(say) "slow tests: real vLLM, torchrun, S3 server and browser; stopped after $(SLOW_LIMIT_S) s"
+control-plane: $(READY) ## etcd and Kubernetes for the tests, from Go modules; built once, ten minutes on two cores
+	@$(BIN)/python -m tests.controlplane --build
+
+test-slow: $(READY) control-plane | $(MODELS) ## tests with real vLLM, torchrun, an S3 server, Kubernetes and a browser
+	@$(say) "slow tests: real vLLM, torchrun, S3 server, Kubernetes and browser; stopped after $(SLOW_LIMIT_S) s"
 	@timeout --signal=INT --kill-after=60 $(SLOW_LIMIT_S) $(BIN)/pytest -m "slow and not chaos" --durations=15
+
+e2e: $(READY) | $(MODELS) ## the whole stack in real pods of a Kubernetes node on this machine: images, operator, job (root)
+	@$(say) "e2e: about ten minutes on two cores; the first time half an hour more, for Kubernetes and images"
+	@$(BIN)/pytest -m e2e tests/test_e2e.py -s --durations=0
 
 chaos: $(READY) | $(MODELS) ## kill -9 of every process at random moments, twenty seeds
 	@$(say) "chaos: twenty seeds of kills; about an hour"
 	@$(BIN)/pytest -m chaos --durations=0
 
+operator-chaos: $(READY) ## a thousand seeds of faults, kills and meddling against the reconciler, in virtual time
+	@$(say) "operator chaos: 1000 seeds; about two minutes"
+	@CHAOS_SEEDS=1000 CHAOS_FIRST_SEED=$${CHAOS_FIRST_SEED:-100} $(BIN)/pytest tests/test_reconcile_chaos.py --durations=0
+
 bench: $(READY) | $(MODELS) ## samples/s of the demo's work, as a ratio to TRL's in the same minutes
 	@$(say) "bench: TRL, then miles run, on the demo's work; about seven minutes on two cores"
 	@$(BIN)/python -m tests.bench
 
+bench-operator: $(READY) ## the operator under a thousand RLJobs on a real API server, as a table of its limits
+	@$(say) "bench-operator: 1,000 RLJobs, five quiet minutes, restart and take-over; about ten minutes on two cores"
+	@$(BIN)/python -m tests.bench_operator
+
 clean: ## removes .venv and caches; keeps runs/
 	rm -rf .venv .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-.PHONY: help setup models demo lint test test-unit test-slow chaos bench clean
+.PHONY: help setup models demo control-plane manifests agreement lint test test-unit test-slow e2e chaos operator-chaos bench bench-operator clean

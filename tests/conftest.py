@@ -1,12 +1,20 @@
 import asyncio
+import contextlib
+import gc
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pipeline.storage import Faults, FaultyBucket, LocalBucket, MemoryBucket, Storage
 from tests import s3server
+
+if TYPE_CHECKING:  # the Kubernetes client takes a second to import, which only its tests should wait for
+    from tests.controlplane import ControlPlane
+    from tests.kubeapi import Api
+    from tests.kubelet import Kubelet
 
 
 class SkippingClock:
@@ -73,3 +81,78 @@ def open_client(request: pytest.FixtureRequest, tmp_path: os.PathLike[str]) -> O
 def storage(open_client: Open) -> Storage:
     """A store of each kind in turn: memory, a local folder, S3."""
     return open_client()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Without the garbage collector: CPython 3.11 fails with "AST constructor recursion depth mismatch" where it runs a
+    finalizer amid the parsing of a module, as seen now and then while pytest rewrote one."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test of a session that needs the control plane waits for its start, too."""
+    for item in items:
+        if item.get_closest_marker("cluster") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(180))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Builds the control plane, where there is none yet, before the first test's time runs."""
+    if session.config.option.collectonly or not any(item.get_closest_marker("cluster") for item in session.items):
+        return
+    from tests import controlplane
+
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled(), contextlib.suppress(controlplane.Unavailable):  # the fixture says it
+        controlplane.prepare()
+
+
+@pytest.fixture(scope="session")
+def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator["ControlPlane"]:
+    """One real Kubernetes control plane for all tests; without Go or programs they are skipped, in CI they fail."""
+    from tests import controlplane
+
+    try:
+        with controlplane.running(tmp_path_factory.mktemp("control-plane")) as plane:
+            yield plane
+    except controlplane.Unavailable as reason:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def api(control_plane: "ControlPlane") -> "Api":
+    """The API server as its admin sees it."""
+    return control_plane.api
+
+
+@pytest.fixture
+def namespace(control_plane: "ControlPlane") -> Iterator[str]:
+    """A fresh namespace for one test; deleted afterwards without waiting."""
+    name = control_plane.new_namespace()
+    yield name
+    control_plane.api.delete("Namespace", name)
+
+
+@pytest.fixture(scope="session")
+def _nodes(control_plane: "ControlPlane") -> Iterator["Kubelet"]:
+    from tests.kubeapi import Api
+    from tests.kubelet import Kubelet
+
+    with Kubelet(Api(control_plane.kubelet_kubeconfig)) as kubelet:
+        yield kubelet
+
+
+@pytest.fixture
+def kubelet(_nodes: "Kubelet", namespace: str) -> Iterator["Kubelet"]:
+    """Nodes that run nothing: the status of pods on them goes as the test scripts it."""
+    yield _nodes
+    _nodes.forget(namespace)
+    _nodes.recover()
+    assert not _nodes.faults

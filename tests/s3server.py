@@ -4,19 +4,17 @@
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import pathlib
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator
+
+from tests import daemons
 
 START_LIMIT_S = 60.0
 FLAGS = [
@@ -75,60 +73,38 @@ def serve(*buckets: str) -> Iterator[S3Server]:
     keys = {"accessKey": "miles", "secretKey": "miles-secret"}
     configuration = {"identities": [{"name": "miles", "credentials": [keys], "actions": ["Admin"]}]}
     pathlib.Path(folder, "s3.json").write_text(json.dumps(configuration))
-    ports = _free_ports(2 * len(PORTS))
+    ports = daemons.free_ports(2 * len(PORTS))
     command = [weed, "-logtostderr=true", "server", f"-dir={folder}", *FLAGS, f"-s3.config={folder}/s3.json"]
     command += [f"-{name}={port}" for name, port in zip(PORTS, ports, strict=False)]
     command += [f"-{name}.grpc={port}" for name, port in zip(PORTS, ports[len(PORTS) :], strict=True)]
     command += [f"-filer.localSocket={folder}/f.sock", f"-s3.localSocket={folder}/s.sock"]
-    with open(f"{folder}/log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_die_with_parent)
+    log = pathlib.Path(folder, "seaweedfs.log")
     try:
-        server = S3Server(
-            endpoint=f"http://127.0.0.1:{ports[3]}",
-            filer=f"http://127.0.0.1:{ports[2]}",
-            access_key_id=keys["accessKey"],
-            secret_access_key=keys["secretKey"],
-            region="us-east-1",
-            pid=process.pid,
-        )
-        _wait_until_ready(server, process, folder)
-        for bucket in buckets:
-            server.create_bucket(bucket)
-        yield server
+        with daemons.running(command, log) as process:  # killed: an orderly stop takes 15 s, and nothing here is kept
+            server = S3Server(
+                endpoint=f"http://127.0.0.1:{ports[3]}",
+                filer=f"http://127.0.0.1:{ports[2]}",
+                access_key_id=keys["accessKey"],
+                secret_access_key=keys["secretKey"],
+                region="us-east-1",
+                pid=process.pid,
+            )
+            daemons.wait_until(lambda: _answers(server), process, log, START_LIMIT_S)
+            for bucket in buckets:
+                server.create_bucket(bucket)
+            yield server
     finally:
-        # An orderly stop takes 15 s, and nothing here is kept.
-        process.kill()
-        process.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_until_ready(server: S3Server, process: subprocess.Popen[bytes], folder: str) -> None:
-    """Until an object can be written and the S3 port answers: volumes appear seconds after the ports open."""
-    deadline = time.monotonic() + START_LIMIT_S
-    while True:
-        try:
-            request = urllib.request.Request(f"{server.filer}/ready", data=b"x" * 2048, method="PUT")
-            urllib.request.urlopen(request, timeout=5).close()
-            urllib.request.urlopen(f"{server.endpoint}/healthz", timeout=5).close()
-            return
-        except OSError as error:
-            if process.poll() is not None or time.monotonic() > deadline:
-                tail = pathlib.Path(folder, "log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"SeaweedFS is not ready after {START_LIMIT_S:.0f} s: {error}\n{tail}") from None
-            time.sleep(0.2)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports
-
-
-def _die_with_parent() -> None:
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _answers(server: S3Server) -> bool:
+    """Whether an object can be written and the S3 port answers: volumes appear seconds after the ports open."""
+    with contextlib.suppress(OSError):
+        request = urllib.request.Request(f"{server.filer}/ready", data=b"x" * 2048, method="PUT")
+        urllib.request.urlopen(request, timeout=5).close()
+        urllib.request.urlopen(f"{server.endpoint}/healthz", timeout=5).close()
+        return True
+    return False
 
 
 def main(arguments: list[str]) -> None:

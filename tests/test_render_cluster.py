@@ -1,28 +1,28 @@
 """What `miles render` prints is taken by a real API server: strictly validated, admitted as "restricted", stable."""
 
 import pathlib
+from collections.abc import Iterator
 
 import pytest
 import yaml
 
 from operators import cli
-from tests import apiserver
+from tests.controlplane import ControlPlane
+from tests.kubeapi import until
 from tests.test_spec import EVERYTHING
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(180),
-    pytest.mark.skipif(not apiserver.available(), reason="needs etcd, kube-apiserver and kubectl (KUBEBUILDER_ASSETS)"),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(180)]
 SAMPLES = pathlib.Path(__file__).parent.parent / "manifests" / "samples"
-RESTRICTED = [f"pod-security.kubernetes.io/{mode}=restricted" for mode in ("enforce", "warn")]
+MODES = [f"pod-security.kubernetes.io/{mode}" for mode in ("enforce", "warn")]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with apiserver.running(tmp_path_factory.mktemp("apiserver")) as server:
-        assert server.kubectl("label", "namespace", "default", *RESTRICTED).returncode == 0
-        yield server
+def server(control_plane: ControlPlane) -> Iterator[ControlPlane]:
+    """Its namespace `default`, which the samples are for, takes only restricted pods."""
+    label = ["label", "namespace", "default"]
+    assert control_plane.kubectl(*label, *(f"{mode}=restricted" for mode in MODES)).returncode == 0
+    yield control_plane
+    assert control_plane.kubectl(*label, *(f"{mode}-" for mode in MODES)).returncode == 0
 
 
 @pytest.fixture(params=["everything", "reward", "s3", "gpu-7b", "multinode-70b-lora"])
@@ -34,9 +34,14 @@ def rendered(request, tmp_path, capsys) -> str:
 
 
 def test_every_object_is_accepted_without_a_warning_and_a_second_apply_changes_nothing(server, rendered):
-    for apply in (["apply", "--server-side"], ["diff", "--server-side"]):
-        result = server.kubectl(*apply, "-f", "-", text=rendered)
-        assert (result.returncode, result.stderr) == (0, ""), result.stdout
+    result = server.kubectl("apply", "--server-side", "-f", "-", text=rendered)
+    assert (result.returncode, result.stderr) == (0, ""), result.stdout
+
+    def unchanged():  # once the controllers have written their first status
+        result = server.kubectl("diff", "--server-side", "-f", "-", text=rendered)
+        return (result.returncode, result.stderr) == (0, "")
+
+    until(unchanged, "a second apply changes nothing", 20)
     assert server.kubectl("delete", "-f", "-", text=rendered).returncode == 0
 
 
