@@ -1,10 +1,12 @@
 """YAML as kubectl reads it (sigs.k8s.io/yaml, that is go-yaml v2 and then JSON), with the line of every value.
 
 It differs from PyYAML: 2e-4 is a number, 010 is octal, y, no and off are booleans, 12:30 and 2025-09-01 are strings,
-keys become strings. Duplicate keys, tags beyond the JSON types, endless aliases and very large files are refused.
+8.0 is 8, keys become strings; nothing may follow ---, and what begins with { must be JSON. Duplicate keys, tags beyond
+the JSON types, endless aliases and very large files are refused, though kubectl takes the first two.
 """
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -69,6 +71,7 @@ def read(text: str) -> list[Document]:
     """Every document of a file that is not empty. Raises Unreadable."""
     if len(text) > LARGEST_FILE:
         raise Unreadable(f"the file is larger than {LARGEST_FILE // 1024} KiB; put prompts into the store")
+    _refuse_what_kubectl_cannot_split(text)
     try:
         return [Document(_value(node, _Budget()), node) for node in yaml.compose_all(text, _Loader) if _filled(node)]
     except yaml.MarkedYAMLError as error:
@@ -78,6 +81,20 @@ def read(text: str) -> list[Document]:
         raise Unreadable(f"not YAML: {str(error).splitlines()[0]}") from None
     except RecursionError:
         raise Unreadable("nested too deeply") from None
+
+
+def _refuse_what_kubectl_cannot_split(text: str) -> None:
+    """kubectl cuts a file into documents before it reads any of them."""
+    if text.lstrip().startswith("{"):
+        try:
+            json.loads(text)
+        except ValueError:
+            raise Unreadable("kubectl takes a file that begins with { for JSON; put --- above it") from None
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.startswith("---") and line[3:].strip()[:1] not in ("", "#"):
+            raise Unreadable("only a comment may follow ---; put the rest on a line of its own", number)
+        if line.startswith("%"):
+            raise Unreadable("YAML directives are not understood; remove the line", number)
 
 
 def scalar(text: str) -> bool | int | float | str | None:
@@ -161,6 +178,8 @@ def _mapping(node: yaml.MappingNode, budget: _Budget) -> dict[str, Any]:
         if key_node.tag == f"{_TAG}merge":
             sources = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
             for source in reversed(sources):
+                if not isinstance(source, yaml.MappingNode):
+                    raise _refused(source, "only a map can be merged into another")
                 merged |= _value(source, budget)
             continue
         key = _key(key_node)
@@ -172,7 +191,7 @@ def _mapping(node: yaml.MappingNode, budget: _Budget) -> dict[str, Any]:
 
 def _key(node: yaml.Node) -> str:
     value = _scalar_value(node) if isinstance(node, yaml.ScalarNode) else None
-    if value is None:
+    if value is None or (isinstance(value, int) and value >= 2**63):
         raise _refused(node, "a key must be a string")
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
 
@@ -190,6 +209,8 @@ def _scalar_value(node: yaml.ScalarNode) -> Any:
         raise _refused(node, f"tag {node.tag.replace(_TAG, '!!')} is not understood; write a plain value")
     if isinstance(value, float) and not math.isfinite(value):
         raise _refused(node, f"{node.value} has no place in JSON; write a finite number")
+    if isinstance(value, float) and value.is_integer() and -(2**63) <= value < 2**63:
+        return int(value)  # JSON writes both alike
     return value
 
 

@@ -85,11 +85,14 @@ def _facts(node: Node, indent: str) -> list[str]:
         facts.append("one of: " + ", ".join(map(str, node.get("enum", [node.get("const")]))))
     if "minimum" in node or "maximum" in node:
         facts.append(f"from {node['minimum']} to {node['maximum']}")
+    if bounds := node.get("between"):
+        facts.append(bounds["remedy"].removeprefix("must be "))
     default = node.get("default")
     if default is not None and default not in ({}, []) and not isinstance(default, dict):
         facts.append(f"default: {shown(default)}")
     if mark := node.get("notBuilt"):
-        what = "not built yet" if mark["values"] is None else f"not built yet ({', '.join(mark['values'])})"
+        what = "only in a cluster" if mark["where"] == "local" else "not built yet"
+        what += f" ({', '.join(mark['values'])})" if mark["values"] else ""
         facts.append(f"{what}: {mark['instead']}")
     if str(node.get("remedy", "")).find("file://") >= 0:
         facts.append(FILE_RULE)

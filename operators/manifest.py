@@ -6,7 +6,7 @@ job.yaml:14: spec.algorithm.learningRate: got 1e-6 (number): rates are strings; 
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pydantic
@@ -16,6 +16,7 @@ from operators import explain, overrides, rules, schema
 from operators.documents import LARGEST_FILE, Document, Unreadable, read
 from operators.schema import Node, Path
 from operators.spec import API_VERSION, KIND, RLJob
+from operators.spec.status import RLJobStatus
 
 LONGEST_VALUE = 60
 MOST_FAULTS = 50  # per document
@@ -25,13 +26,14 @@ SERVER_METADATA = {
     "deletionGracePeriodSeconds",
     "deletionTimestamp",
     "finalizers",
+    "generateName",
     "generation",
     "managedFields",
     "ownerReferences",
     "resourceVersion",
     "selfLink",
 }
-"""What the API server adds to an object's metadata; no concern of the job's."""
+"""What the API server keeps in an object's metadata, and checks itself; no concern of the job's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,7 @@ def load_one(file: str, settings: Sequence[str] = ()) -> RLJob:
 def load_to_run(file: str, settings: Sequence[str] = ()) -> tuple[RLJob, list[str]]:
     """The RLJob to run on this machine, and warnings. Raises Invalid for one that this release cannot run."""
     job = load_one(file, settings)
-    notices = rules.not_built(job)
+    notices = rules.not_built(job, local=True)
     refused = [f"{file}: {notice}" for notice in notices if not notice.harmless]
     if refused:
         raise Invalid(refused)
@@ -104,7 +106,14 @@ def check(value: Any, document: Document | None = None) -> tuple[RLJob | None, l
         faults = [_fault(detail, value, document) for detail in error.errors()[:MOST_FAULTS]]
         return None, sorted(set(faults), key=lambda fault: document.line(fault.path) if document else 0)
     faults = [Fault(path, _got(path, value, document) + remedy) for path, remedy in rules.broken(job)]
+    faults += [Fault(path, explain.unknown(name, node)) for path, name, node in _unknown_status(value)]
     return (None, faults) if faults else (job, [])
+
+
+def _unknown_status(value: Any) -> Iterator[tuple[Path, str, Node]]:
+    """The server takes no status from users, but refuses fields in it that it does not know."""
+    for path, node in schema.unknown(value.get("status"), schema.of(RLJobStatus), ("status",)):
+        yield path, str(path[-1]), node
 
 
 def _documents(file: str) -> list[Document]:
@@ -127,12 +136,13 @@ def _is_ours(value: Any) -> bool:
 
 
 def _as_written(value: Any) -> Any:
-    """The object without what the API server keeps in it."""
+    """The object without what the API server keeps in it; no namespace is the default one, as for kubectl."""
     if not isinstance(value, dict):
         return value
     metadata = value.get("metadata")
     if isinstance(metadata, dict):
-        metadata = {key: item for key, item in metadata.items() if key not in SERVER_METADATA}
+        absent = SERVER_METADATA | {key for key in ("namespace", "uid") if metadata.get(key) == ""}
+        metadata = {key: item for key, item in metadata.items() if key not in absent}
         value = value | {"metadata": metadata}
     return {key: item for key, item in value.items() if key != "status"}
 

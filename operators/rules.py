@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from operators import schema
 from operators.resolve import gpus, set_name
 from operators.schema import Path
 from operators.spec import RLJob
-from operators.spec.fields import is_rate
+from operators.spec.fields import OWN_RATE, is_rate
 from operators.spec.inputs import PromptSource
 from operators.spec.pods import GPU, Resources, Template
 from pipeline.algorithms.registry import ALGORITHMS
@@ -121,42 +120,31 @@ def _algorithm(job: RLJob) -> Iterator[Broken]:
         yield (*here, "kl", "estimator"), "k1 has no gradient as a loss; use k3, or placement: reward"
     if algorithm.warmup_steps > algorithm.total_steps:
         yield (*here, "warmupSteps"), f"at most totalSteps, which is {algorithm.total_steps}"
-    yield from _between((*here, "learningRate"), algorithm.learning_rate, 0, 1, open_below=True)
-    yield from _between((*here, "weightDecay"), algorithm.weight_decay, 0, 1)
-    yield from _between((*here, "maxGradNorm"), algorithm.max_grad_norm, 0, math.inf, open_below=True)
-    yield from _between((*here, "clip", "low"), algorithm.clip.low, 0, 0.999, open_below=True)
-    yield from _between((*here, "clip", "high"), algorithm.clip.high, 0, 100, open_below=True)
-    yield from _between((*here, "kl", "coefficient"), algorithm.kl.coefficient, 0, 100)
-    yield from _between((*here, "correction", "cap"), algorithm.correction.cap, 1, 1000)
-    if entry is not None:
-        yield from _own_parameters((*here, "parameters"), algorithm.parameters, entry.parameters)
+    yield from _own_parameters((*here, "parameters"), algorithm.parameters, entry.parameters if entry else {})
 
 
 def _own_parameters(path: Path, given: dict[str, Any], defaults: Mapping[str, object]) -> Iterator[Broken]:
-    known = {to_camel(name): default for name, default in defaults.items()}
+    known = [to_camel(name) for name in defaults]
     for name, value in given.items():
         here = (*path, name)
         if name not in known:
             yield here, f"unknown parameter; known are {', '.join(known)}" if known else "this algorithm has none"
-        elif isinstance(known[name], float):
-            if not (isinstance(value, str) and is_rate(value)):
-                yield here, f'rates are strings; write a decimal number in quotes, such as "{known[name] or 0.5}"'
-        elif type(value) is not type(known[name]):
-            yield here, f"write a value like {json.dumps(known[name])}"
+        elif not (isinstance(value, str) and is_rate(value)):
+            yield here, 'rates are strings; write a decimal number in quotes, such as "0.5"'
+        else:
+            try:
+                OWN_RATE.check(value)
+            except ValueError as error:
+                yield here, str(error)
 
 
 def _sampling(job: RLJob) -> Iterator[Broken]:
     sampling, longest = job.spec.algorithm.sampling, job.spec.rollout.max_model_len
-    yield from _between(("spec", "algorithm", "sampling", "temperature"), sampling.temperature, 0, 10, open_below=True)
     if sampling.max_new_tokens >= longest:
         yield (
             ("spec", "algorithm", "sampling", "maxNewTokens"),
             f"must leave room for the prompt in rollout.maxModelLen, which is {longest}",
         )
-    for number, entry in enumerate(job.spec.evaluation.sets):
-        yield from _between(("spec", "evaluation", "sets", number, "temperature"), entry.temperature, 0, 10)
-    for number, training_set in enumerate(job.spec.data.sets):
-        yield from _between(("spec", "data", "sets", number, "weight"), training_set.weight, 0, 1e6, open_below=True)
 
 
 def _rollout(job: RLJob) -> Iterator[Broken]:
@@ -192,7 +180,7 @@ def _output(job: RLJob) -> Iterator[Broken]:
         return
     if output.what == "best" and not job.spec.evaluation.sets:
         yield ("spec", "output", "what"), "the best version is known by evaluation; add evaluation.sets"
-    if f"{output.uri.rstrip('/')}/".startswith(f"{store.uri.rstrip('/')}/"):
+    if f"{output.uri}/".startswith(store.uri if store.uri.endswith("/") else f"{store.uri}/"):
         yield ("spec", "output", "uri"), "must lie outside store.uri, whose folders belong to runs"
 
 
@@ -200,7 +188,7 @@ def _resources(path: Path, resources: Resources) -> Iterator[Broken]:
     for kind, quantities in (("requests", resources.requests), ("limits", resources.limits)):
         if not re.fullmatch(r"[0-9]+(\.[0-9]+)?m?", str(quantities.get("cpu", 0))):
             yield (*path, kind, "cpu"), "write cores, such as 2 or 500m"
-        if not str(quantities.get(GPU, 0)).isdigit():
+        if not re.fullmatch("0|[1-9][0-9]*", str(quantities.get(GPU, 0))):
             yield (*path, kind, GPU), "write a whole number of GPUs"
     if GPU in resources.requests and GPU not in resources.limits:
         yield (*path, "requests", GPU), "write it under limits; GPUs are never shared"
@@ -218,15 +206,6 @@ def _variables(path: Path, template: Template) -> Iterator[Broken]:
             yield (*here, "name"), "the variable is set twice; remove one"
 
 
-def _between(path: Path, rate: str | None, low: float, high: float, open_below: bool = False) -> Iterator[Broken]:
-    if rate is None:
-        return
-    value = float(rate)
-    if not low <= value <= high or (open_below and value == low) or not math.isfinite(value):
-        limits = f"above {low}" if open_below else f"at least {low}"
-        yield path, f"must be {limits}" + (f" and at most {high:g}" if math.isfinite(high) else "")
-
-
 @dataclasses.dataclass(frozen=True)
 class Notice:
     """A field that is accepted and not acted on."""
@@ -236,19 +215,22 @@ class Notice:
     instead: str
     harmless: bool
     """Whether a run may go on without it."""
+    local: bool = False
+    """In a cluster it is acted on."""
 
     def __str__(self) -> str:
-        return f"{schema.dotted(self.path)}: not built yet: {self.instead}"
+        return f"{schema.dotted(self.path)}: {'only in a cluster' if self.local else 'not built yet'}: {self.instead}"
 
 
-def not_built(job: RLJob) -> list[Notice]:
-    """Every field the user set that this release does not act on; `operators.spec` marks them."""
+def not_built(job: RLJob, local: bool = False) -> list[Notice]:
+    """Every field the user set that this release does not act on, or (`local`) that `miles run` does not; the marks
+    are in `operators.spec`."""
     found = []
     for path, value, node in schema.set_values(job.model_dump(by_alias=True), schema.tree()):
         mark = node.get("notBuilt")
         if mark and (mark["values"] is None or value in mark["values"]):
-            found.append(Notice(path, value, mark["instead"], mark["harmless"]))
+            found.append(Notice(path, value, mark["instead"], mark["harmless"], mark["where"] == "local"))
     if QUEUE_LABEL in job.metadata.labels:
         path = ("metadata", "labels", QUEUE_LABEL)
         found.append(Notice(path, job.metadata.labels[QUEUE_LABEL], "the job does not wait in a queue", True))
-    return found
+    return [notice for notice in found if local or not notice.local]

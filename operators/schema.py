@@ -2,7 +2,8 @@
 messages come from. Derived from the models in `operators.spec`; nothing is written twice.
 
 A node is a JSON-schema dict without $ref, null branches or titles. Beside the usual keys it may hold `remedy` (what to
-write instead of a wrong value) and `notBuilt` ({instead, harmless, values}: accepted, but not acted on yet).
+write instead of a wrong value), `between` (bounds of a rate) and `notBuilt` ({instead, harmless, values, where}:
+accepted, but not acted on, at all or by `miles run`).
 """
 
 import functools
@@ -10,6 +11,8 @@ import json
 import re
 from collections.abc import Iterator
 from typing import Any
+
+import pydantic
 
 from operators.spec import RLJob
 
@@ -20,8 +23,14 @@ Path = tuple[str | int, ...]
 
 @functools.cache
 def tree() -> Node:
-    """The whole schema; do not change it."""
-    schema = RLJob.model_json_schema()
+    """The whole schema of what a user writes; do not change it."""
+    return of(RLJob)
+
+
+@functools.cache
+def of(model: type[pydantic.BaseModel]) -> Node:
+    """The schema of any model of the resource, as one plain tree."""
+    schema = model.model_json_schema()
     return _inlined(schema, schema["$defs"])
 
 
@@ -38,7 +47,8 @@ def _inlined(node: Any, definitions: dict[str, Node]) -> Node:
     if "items" in merged:
         merged["items"] = _inlined(merged["items"], definitions)
     if patterns := merged.pop("patternProperties", None):
-        merged["additionalProperties"] = next(iter(patterns.values()))
+        ((pattern, merged["additionalProperties"]),) = patterns.items()
+        merged["propertyNames"] = merged["propertyNames"] | {"pattern": pattern}
     if isinstance(merged.get("additionalProperties"), dict):
         merged["additionalProperties"] = _inlined(merged["additionalProperties"], definitions)
     return merged
@@ -80,6 +90,19 @@ def set_values(value: Any, node: Node, path: Path = ()) -> Iterator[tuple[Path, 
     if isinstance(value, list):
         for number, item in enumerate(value):
             yield from set_values(item, node["items"], (*path, number))
+
+
+def unknown(value: Any, node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Every (path of a key that its object does not have, node of the object)."""
+    if isinstance(value, dict) and "properties" in node:
+        for key, item in value.items():
+            if key in node["properties"]:
+                yield from unknown(item, node["properties"][key], (*path, key))
+            else:
+                yield (*path, key), node
+    if isinstance(value, list) and "items" in node:
+        for number, item in enumerate(value):
+            yield from unknown(item, node["items"], (*path, number))
 
 
 def dotted(path: Path) -> str:

@@ -8,7 +8,7 @@ SCALARS = {
     "2e-4": 2e-4,
     "1e-6": 1e-6,
     "010": 8,
-    "08": 8.0,
+    "08": 8,
     "0o17": 15,
     "0x1F": 31,
     "0b11": 3,
@@ -16,7 +16,7 @@ SCALARS = {
     "1_000": 1000,
     "+5": 5,
     ".5": 0.5,
-    "5.": 5.0,
+    "5.": 5,
     "1e400": "1e400",
     "12:30": "12:30",
     "2025-09-01": "2025-09-01",
@@ -37,7 +37,7 @@ SCALARS = {
     "'010'": "010",
     '"1e-6"': "1e-6",
     "!!str 010": "010",
-    "!!float 1": 1.0,
+    "!!float 1": 1,
 }
 
 
@@ -72,6 +72,11 @@ REFUSED = {
     "a: *nowhere\n": (1, "not YAML: found undefined alias 'nowhere'"),
     "a: b\n  c: d\n": (2, "not YAML: mapping values are not allowed here"),
     "[" * 500: (1, "nested too deeply"),
+    "a: {<<: 5}\n": (1, "only a map can be merged into another"),
+    "a: {18446744073709551615: b}\n": (1, "a key must be a string"),
+    "a: 1\n--- {b: 2}\n": (2, "only a comment may follow ---; put the rest on a line of its own"),
+    "%YAML 1.1\n---\na: 1\n": (1, "YAML directives are not understood; remove the line"),
+    "{a: 1}\n": (1, "kubectl takes a file that begins with { for JSON; put --- above it"),
 }
 
 
@@ -93,6 +98,13 @@ def test_a_file_may_hold_several_documents_and_empty_ones_do_not_count():
     documents = read("---\na: 1\n---\n# nothing\n---\nb: 2\n...\n")
     assert [document.value for document in documents] == [{"a": 1}, {"b": 2}]
     assert [document.line(("b",)) for document in documents][1] == 6
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "--- # first\n{a: 1}\n", "\ufeffa: 1.0\n", "a: 1e0\n---"])
+def test_a_file_is_cut_and_read_as_kubectl_does(text):
+    (document,) = read(text)
+    assert document.value == {"a": 1}
+    assert type(document.value["a"]) is int
 
 
 def test_a_document_knows_where_and_how_each_value_was_written():

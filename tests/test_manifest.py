@@ -71,6 +71,43 @@ def test_a_key_without_a_value_counts_as_absent(write):
     assert manifest.load_one(write(MINIMAL + "  trainer:\n  rollout:\n    replicas: ~\n")).spec.rollout.replicas == 1
 
 
+NULLS = """\
+  rollout:
+    resources: {limits: {cpu: ~, memory: 2Gi}}
+    template: {nodeSelector: {a: ~}, annotations: {b: ~}}
+"""
+
+
+def test_entries_of_a_map_without_a_value_count_as_the_api_server_counts_them(write):
+    labels = "  name: arithmetic\n  namespace: ''\n  labels: {team: ~}\n"
+    job = manifest.load_one(write(MINIMAL.replace("  name: arithmetic\n", labels) + NULLS))
+    assert job.metadata.labels == {"team": ""}
+    assert job.metadata.namespace == "default"
+    assert job.spec.rollout.resources.limits == {"memory": "2Gi"}
+    assert (job.spec.rollout.template.node_selector, job.spec.rollout.template.annotations) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("added", "fault"),
+    [
+        ("  foo: ~\n", "16: spec.foo: unknown field"),
+        ("status: {phases: 5}\n", '16: status.phases: unknown field; did you mean "phase"?'),
+        ("  rollout: {resources: {limits: {memory: '%s'}}}\n" % ("1" * 33), "16: spec.rollout.resources.limits.memory"),
+        ('  rollout: {resources: {limits: {memory: "2Gi\\n"}}}\n', "16: spec.rollout.resources.limits.memory"),
+        (
+            "  rollout: {resources: {limits: {memory: 9223372036854775808}}}\n",
+            "16: spec.rollout.resources.limits.memory",
+        ),
+        ("  rollout: {template: {nodeSelector: {%s: a}}}\n" % ("x" * 64), "16: spec.rollout.template.nodeSelector"),
+        ("  rewards: [{name: a, library: length, weight: '1e999'}]\n", "16: spec.rewards[0].weight"),
+    ],
+)
+def test_what_the_api_server_refuses_is_refused_here(write, added, fault):
+    with pytest.raises(manifest.Invalid) as error:
+        manifest.load(write(MINIMAL + added))
+    assert f"job.yaml:{fault}" in str(error.value)
+
+
 def test_a_missing_file_and_a_binary_file_are_refused_in_one_line(tmp_path):
     binary = tmp_path / "model.bin"
     binary.write_bytes(b"a: 1\n\xff\xfe")

@@ -33,7 +33,8 @@ def test_a_sample_is_valid_and_can_run_in_this_release(path):
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 def test_a_sample_has_children_whose_configuration_can_be_read(path):
     objects = children(manifest.load_one(str(path)), run_id="r", platform=platform(path))
-    config = RunConfig.model_validate_json(objects[0]["data"]["run.json"])
+    (mounted,) = (child for child in objects if child["kind"] == "ConfigMap")
+    config = RunConfig.model_validate_json(mounted["data"]["run.json"])
     assert config.name == manifest.load_one(str(path)).metadata.name
 
 

@@ -117,13 +117,26 @@ def test_values_are_never_converted():
             job(algorithm={"type": "grpo", "totalSteps": 200} | wrong)
 
 
+def test_an_own_parameter_of_the_algorithm_without_a_value_is_absent_and_an_unknown_one_refused():
+    spec = {"type": "grpo", "totalSteps": 200, "parameters": {"dualClip": None}}
+    assert job(algorithm=spec).spec.algorithm.parameters == {}
+    assert list(rules.broken(job(algorithm=spec | {"parameters": {"lambda": None}})))
+
+
+def test_a_generator_has_no_seed_of_its_own_unless_it_has_no_value():
+    def seeded(seed):
+        return job(data={"sets": [{"generator": "reasoning-gym/a", "parameters": {"seed": seed, "b": None}}]})
+
+    assert seeded(None).spec.data.sets[0].parameters == {"b": None}
+    assert [remedy for _, remedy in rules.broken(seeded(5))] == ["use data.seed, which all sets follow"]
+
+
 def test_only_what_is_used_and_not_built_is_noticed():
     assert rules.not_built(job()) == []
     assert {schema.dotted(notice.path): notice.harmless for notice in rules.not_built(job(EVERYTHING))} == {
         "spec.algorithm.type": False,
         "spec.rollout.autoscale": True,
         "spec.rollout.spot": True,
-        "spec.runPolicy.ttlSecondsAfterFinished": True,
         'metadata.labels["kueue.x-k8s.io/queue-name"]': True,
     }
 
@@ -138,7 +151,19 @@ def test_only_what_is_used_and_not_built_is_noticed():
     ],
 )
 def test_a_field_that_would_change_the_run_keeps_it_from_starting(field, value):
-    assert [notice.harmless for notice in rules.not_built(job(**{field: value}))] == [False]
+    assert [notice.harmless for notice in rules.not_built(job(**{field: value}), local=True)] == [False]
+
+
+def test_what_only_the_operator_acts_on_is_noticed_by_a_local_run_alone():
+    paused = job(suspend=True, managedBy="another", runPolicy={"ttlSecondsAfterFinished": 60, "cleanup": "None"})
+    assert rules.not_built(paused) == []
+    assert [str(notice).partition(":")[0] for notice in rules.not_built(paused, local=True)] == [
+        "spec.suspend",
+        "spec.managedBy",
+        "spec.runPolicy.ttlSecondsAfterFinished",
+        "spec.runPolicy.cleanup",
+    ]
+    assert all("only in a cluster" in str(notice) for notice in rules.not_built(paused, local=True))
 
 
 def test_every_algorithm_has_a_name_in_the_schema_and_only_the_built_ones_can_run():

@@ -17,7 +17,7 @@ from pydantic_core import core_schema
 class Model(pydantic.BaseModel):
     """One object of the resource: camelCase keys, none of them unknown, the text under each field its documentation.
 
-    A key without a value (null) counts as absent, as it does for the API server.
+    A known key without a value (null) counts as absent, as it does for the API server.
     """
 
     model_config = pydantic.ConfigDict(
@@ -32,7 +32,10 @@ class Model(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias for field in cls.model_fields.values()}
+        return {key: value for key, value in data.items() if value is not None or key not in known}
 
 
 def not_built(instead: str, *, harmless: bool = False, values: tuple[str, ...] | None = None) -> Any:
@@ -40,7 +43,13 @@ def not_built(instead: str, *, harmless: bool = False, values: tuple[str, ...] |
 
     `instead` says in a clause what happens without it; `harmless`: a run may go on all the same, with a warning.
     """
-    mark: Any = {"instead": instead, "harmless": harmless, "values": values}
+    mark: Any = {"instead": instead, "harmless": harmless, "values": values, "where": "anywhere"}
+    return pydantic.Field(json_schema_extra={"notBuilt": mark})
+
+
+def cluster_only(instead: str, *, harmless: bool = False) -> Any:
+    """Marks a field that the operator acts on in a cluster, and `miles run` does not; see not_built."""
+    mark: Any = {"instead": instead, "harmless": harmless, "values": None, "where": "local"}
     return pydantic.Field(json_schema_extra={"notBuilt": mark})
 
 
@@ -64,13 +73,39 @@ def text(longest: int, pattern: str | None = None, remedy: str | None = None, sh
     )
 
 
+class Between:
+    """Bounds of a rate; its JSON schema carries them as {between: {low, high, above, remedy}}."""
+
+    def __init__(self, low: float, high: float, above: bool = False) -> None:
+        """`above`: `low` itself is refused."""
+        limits = f"{'above' if above else 'at least'} {low:g} and at most {high:g}"
+        self.low, self.high, self.above, self.remedy = low, high, above, f"must be {limits}"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, made: core_schema.CoreSchema, handler: Any) -> dict[str, Any]:
+        node: dict[str, Any] = handler(made)
+        return node | {"between": vars(self)}
+
+    def check(self, rate: str) -> str:
+        value = float(rate)
+        if not self.low <= value <= self.high or (self.above and value == self.low):
+            raise ValueError(self.remedy)
+        return rate
+
+
 _RATE = r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]{1,3})?"
 Rate = Annotated[str, text(32, _RATE, 'write a decimal number in quotes, such as "0.5" or "1e-6"')]
 SignedRate = Annotated[str, text(32, f"-?{_RATE}", 'write a decimal number in quotes, such as "0.5" or "-0.1"')]
 
 
+OWN_RATE = Between(0, 1_000_000)
+"""Bounds of the rates among an algorithm's own parameters."""
+
+
 def is_rate(value: str) -> bool:
-    return re.fullmatch(_RATE, value) is not None
+    return re.fullmatch(_RATE, value) is not None and len(value) <= 32
 
 
 Name = Annotated[str, text(32, "[a-z0-9]([-a-z0-9]*[a-z0-9])?", "use lower-case letters, digits and inner dashes")]
@@ -99,14 +134,18 @@ Url = Annotated[str, text(1024, _WEB, "write an http:// or https:// URL")]
 ResourceName = Annotated[
     str, text(253, "([-a-z0-9.]+/)?[-A-Za-z0-9_.]+", "write a resource's name, such as cpu or nvidia.com/gpu")
 ]
-LabelKey = Annotated[
-    str,
-    text(
-        317,
-        "([a-z0-9][-a-z0-9.]*/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?",
-        "keys are letters, digits, '-', '_' and '.', after an optional domain and '/'",
-    ),
-]
+
+
+def _key(letters: str) -> tuple[Any, ...]:
+    """A key of labels or annotations, with `letters` in the domain before its slash."""
+    part = f"[{letters}]([-{letters}]*[{letters}])?"
+    name = "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+    remedy = "keys are at most 63 letters, digits, '-', '_' and '.', after an optional domain and '/'"
+    return (text(317, rf"({part}(\.{part})*/)?{name}", remedy),)
+
+
+LabelKey = Annotated[str, *_key("a-z0-9")]
+AnnotationKey = Annotated[str, *_key("A-Za-z0-9")]
 LabelValue = Annotated[
     str,
     text(
@@ -117,13 +156,30 @@ LabelValue = Annotated[
     ),
 ]
 
-Parameters = Annotated[dict[Annotated[str, text(64)], Any], pydantic.Field(max_length=64)]
+
+def _without_empty(value: Any) -> Any:
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+
+WITHOUT_NULLS = pydantic.BeforeValidator(_without_empty)
+"""A map's entries without a value count as absent, as they do for the API server."""
+
+
+def _with_empty(value: Any) -> Any:
+    return {key: "" if item is None else item for key, item in value.items()} if isinstance(value, dict) else value
+
+
+NULLS_EMPTY = pydantic.BeforeValidator(_with_empty)
+"""Labels and annotations without a value are empty ones, as the API server reads them."""
+Parameters = Annotated[dict[str, Any], pydantic.Field(max_length=64)]
 
 _QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
 
 
 def _quantity(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | str) or not re.match(_QUANTITY, str(value)):
+    if type(value) is int and 0 <= value < 2**63:
+        return value
+    if not isinstance(value, str) or not re.fullmatch(_QUANTITY, value) or "\n" in value or len(value) > 32:
         raise ValueError("write a quantity, such as 2, 500m or 16Gi")
     return value
 
@@ -131,5 +187,5 @@ def _quantity(value: Any) -> Any:
 Quantity = Annotated[
     int | str,
     pydantic.BeforeValidator(_quantity),
-    pydantic.WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": _QUANTITY, "maxLength": 32}),
+    pydantic.WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": _QUANTITY, "maxLength": 32, "minimum": 0}),
 ]

@@ -1,10 +1,12 @@
 """What goes into a run and what comes out: model, prompts, rewards, store, output."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import pydantic
 from pydantic import Field
 
 from operators.spec.fields import (
+    Between,
     ColumnName,
     DataUri,
     Model,
@@ -64,6 +66,12 @@ class Fields(Model):
     """Column that holds the reference answer, which rewards are given; it may be missing."""
 
 
+def _without_null_seed(value: Any) -> Any:
+    """A seed is refused here, but one without a value is absent."""
+    empty = isinstance(value, dict) and value.get("seed", 0) is None
+    return {key: item for key, item in value.items() if key != "seed"} if empty else value
+
+
 class PromptSource(Model):
     """Prompts from a file or a generator, exactly one of them."""
 
@@ -73,7 +81,7 @@ class PromptSource(Model):
     """A .jsonl or .parquet file, one prompt a row: s3://bucket/key, https://host/path or file:///path."""
     generator: Annotated[str, _GENERATOR] | None = None
     """A procedural task that never runs out: reasoning-gym/<task>. It comes with its own scorer."""
-    parameters: Parameters = {}
+    parameters: Annotated[Parameters, pydantic.BeforeValidator(_without_null_seed)] = {}
     """Arguments of the generator, such as {max_terms: 4}. Any JSON values, at most 16 KiB."""
     fields: Fields = Fields()
     """Names of the columns of a file."""
@@ -82,7 +90,7 @@ class PromptSource(Model):
 class PromptSet(PromptSource):
     """Prompts to train on: a file or a generator, exactly one of them."""
 
-    weight: Rate = "1"
+    weight: Annotated[Rate, Between(0, 1_000_000, above=True)] = "1"
     """Share of the prompts drawn from this set, relative to the other sets' weights."""
     limit: Annotated[int, Field(ge=1, le=10**9)] | None = None
     """Use the first so many prompts only, again and again. Default: all of them."""
@@ -93,7 +101,7 @@ class EvaluationSet(PromptSource):
 
     samples: Annotated[int, Field(ge=1, le=256)] = 1
     """Completions per prompt: the k of avg@k and pass@k."""
-    temperature: Rate | None = None
+    temperature: Annotated[Rate, Between(0, 10)] | None = None
     """Sampling temperature; "0" is greedy. Default: the temperature of training."""
     limit: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Use the first so many prompts only. Default: all of a file; a generator needs a limit."""
@@ -160,7 +168,7 @@ class Reward(Model):
     mathematics; length: a penalty for completions near the limit (parameters: {buffer: tokens})."""
     parameters: Parameters = {}
     """Arguments of the function or scorer. Any JSON values, at most 16 KiB."""
-    weight: SignedRate = "1"
+    weight: Annotated[SignedRate, Between(-1_000_000, 1_000_000)] = "1"
     """Factor of this term in the sum; negative for a penalty."""
     timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 5
     """Longest time that scoring one sample may take; then onError applies."""

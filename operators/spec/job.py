@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from operators.spec.fields import LabelKey, LabelValue, Model, not_built, text
+from operators.spec.fields import NULLS_EMPTY, AnnotationKey, LabelKey, LabelValue, Model, cluster_only, not_built, text
 from operators.spec.inputs import Data, Environment, ModelSource, Output, Reward, Store
 from operators.spec.learning import Algorithm, Checkpoint, Evaluation
-from operators.spec.pods import NO_CONTROLLER, Rollout, RunPolicy, Scheduling, Trainer
+from operators.spec.pods import Rollout, RunPolicy, Scheduling, Trainer
 
 API_VERSION = "miles.dev/v1alpha1"
 KIND = "RLJob"
@@ -24,18 +24,20 @@ class Metadata(Model):
     """Namespace of the job."""
     uid: Annotated[str, text(64)] | None = None
     """Set by the API server."""
-    labels: Annotated[dict[LabelKey, LabelValue], Field(max_length=64)] = {}
+    labels: Annotated[dict[LabelKey, LabelValue], NULLS_EMPTY] = {}
     """Labels. kueue.x-k8s.io/queue-name names a queue."""
-    annotations: Annotated[dict[LabelKey, str], Field(max_length=64)] = {}
+    annotations: Annotated[dict[AnnotationKey, str], NULLS_EMPTY] = {}
     """Annotations."""
 
 
 class RLJobSpec(Model):
     """One run of reinforcement-learning post-training."""
 
-    suspend: Annotated[bool, not_built("set it to false")] = False
+    suspend: Annotated[bool, cluster_only("set it to false")] = False
     """Whether the job is to checkpoint and give its resources back, until this is false again."""
-    managed_by: Annotated[Annotated[str, text(253)] | None, not_built(NO_CONTROLLER, harmless=True)] = None
+    managed_by: Annotated[
+        Annotated[str, text(253)] | None, cluster_only("the run is this command's own", harmless=True)
+    ] = None
     """Another controller that acts on this job in place of Miles' own."""
     model: ModelSource
     """The base model."""

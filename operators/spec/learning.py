@@ -1,15 +1,38 @@
 """What is optimised and how: algorithm, evaluation, checkpoints."""
 
-from typing import Annotated, Literal
+import functools
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
+from pydantic.alias_generators import to_camel
 
-from operators.spec.fields import Model, OneOf, Parameters, Rate, StoreUri, not_built, text
+from operators.spec.fields import OWN_RATE, Between, Model, OneOf, Parameters, Rate, StoreUri, not_built, text
 from operators.spec.inputs import EvaluationSet
 from pipeline.algorithms.registry import ALGORITHMS, PLANNED
 
 _TRUNCATING = ("topP", "topK", "minP", "repetitionPenalty", "presencePenalty", "frequencyPenalty", "minTokens")
+
+
+@functools.cache
+def _own_parameters() -> dict[str, Any]:
+    """The parameters of all algorithms, as one object."""
+    owners: dict[str, list[str]] = {}
+    for algorithm, entry in ALGORITHMS.items():
+        for name, default in entry.parameters.items():
+            assert isinstance(default, float), "rates are the only kind so far"
+            owners.setdefault(to_camel(name), []).append(algorithm)
+    rate = pydantic.TypeAdapter(Annotated[Rate, OWN_RATE]).json_schema()
+    properties = {name: rate | {"description": f"Of {', '.join(of)}."} for name, of in owners.items()}
+    return {"type": "object", "properties": properties, "default": {}}
+
+
+def _without_nulls(value: Any) -> Any:
+    """As in every other object of the resource: a known key without a value is absent."""
+    known = _own_parameters()["properties"]
+    if not isinstance(value, dict):
+        return value
+    return {key: item for key, item in value.items() if item is not None or key not in known}
 
 
 class Sampling(Model):
@@ -20,7 +43,7 @@ class Sampling(Model):
         json_schema_extra={"refused": dict.fromkeys(_TRUNCATING, "leave it out; the whole distribution is sampled")}
     )
 
-    temperature: Rate = "1"
+    temperature: Annotated[Rate, Between(0, 10, above=True)] = "1"
     """Divides the logits, in the sampler and in the trainer alike; above 0."""
     max_new_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 512
     """Tokens after which a completion is cut off. With the prompt it must fit rollout.maxModelLen."""
@@ -31,16 +54,16 @@ class Sampling(Model):
 class Clip(Model):
     """Bounds of the ratio of new to old probabilities, as distances from 1."""
 
-    low: Rate | None = None
+    low: Annotated[Rate, Between(0, 0.999, above=True)] | None = None
     """Below 1; less than "1". Default: the algorithm's own (grpo: "0.2")."""
-    high: Rate | None = None
+    high: Annotated[Rate, Between(0, 100, above=True)] | None = None
     """Above 1. Default: the algorithm's own (grpo: "0.28")."""
 
 
 class Kl(Model):
     """A pull towards the base model."""
 
-    coefficient: Rate = "0"
+    coefficient: Annotated[Rate, Between(0, 100)] = "0"
     """Weight of the divergence; at "0" no reference model is kept."""
     placement: Literal["loss", "reward"] = "loss"
     """Whether it is added to the loss or taken from the reward of each token."""
@@ -53,7 +76,7 @@ class Correction(Model):
 
     type: Literal["none", "token-tis"] = "token-tis"
     """token-tis: each token's loss is weighted by the ratio of the two probabilities, up to cap."""
-    cap: Rate = "2"
+    cap: Annotated[Rate, Between(1, 1000)] = "2"
     """Largest weight of a token."""
 
 
@@ -75,15 +98,15 @@ class Algorithm(Model):
     """Optimizer updates that the prompts of one step are split into; divides promptsPerStep."""
     sampling: Sampling = Sampling()
     """How completions are sampled."""
-    learning_rate: Rate | None = None
+    learning_rate: Annotated[Rate, Between(0, 1, above=True)] | None = None
     """Peak learning rate of AdamW. Default: "1e-6", with trainer.lora "1e-5"."""
     warmup_steps: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up; linear and cosine reach 0 at the last step."""
-    weight_decay: Rate = "0"
+    weight_decay: Annotated[Rate, Between(0, 1)] = "0"
     """Weight decay of AdamW."""
-    max_grad_norm: Rate = "1"
+    max_grad_norm: Annotated[Rate, Between(0, 1_000_000, above=True)] = "1"
     """Norm above which the gradient is scaled down."""
     clip: Clip = Clip()
     """Bounds of the probability ratio."""
@@ -94,7 +117,9 @@ class Algorithm(Model):
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] | None = None
     """How the losses of tokens become one number. token-mean: every token of the batch counts alike. Default: the
     algorithm's own (grpo: token-mean)."""
-    parameters: Parameters = {}
+    parameters: Annotated[
+        Parameters, pydantic.BeforeValidator(_without_nulls), pydantic.WithJsonSchema(_own_parameters())
+    ] = {}
     """Parameters that only this algorithm knows; rates among them are strings. grpo: dualClip bounds the loss of tokens
     with a negative advantage, "0" is no bound."""
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from operators.spec.fields import (
+    WITHOUT_NULLS,
     Image,
     LabelKey,
     LabelValue,
@@ -12,21 +13,22 @@ from operators.spec.fields import (
     ObjectName,
     Quantity,
     ResourceName,
+    cluster_only,
     not_built,
     text,
 )
 
 GPU = "nvidia.com/gpu"
-NO_CONTROLLER = "nothing watches a cluster for RLJobs yet"
-NodeSelector = Annotated[dict[LabelKey, LabelValue], Field(max_length=16)]
+NodeSelector = Annotated[dict[LabelKey, LabelValue], Field(max_length=16), WITHOUT_NULLS]
+Quantities = Annotated[dict[ResourceName, Quantity], Field(max_length=16), WITHOUT_NULLS]
 
 
 class Resources(Model):
     """What one container is given, in Kubernetes' quantities."""
 
-    requests: Annotated[dict[ResourceName, Quantity], Field(max_length=16)] = {}
+    requests: Quantities = {}
     """What the scheduler reserves. Default: the limits."""
-    limits: Annotated[dict[ResourceName, Quantity], Field(max_length=16)] = {}
+    limits: Quantities = {}
     """What may not be exceeded. nvidia.com/gpu here decides that the container runs on GPUs."""
 
 
@@ -72,6 +74,7 @@ class Toleration(Model):
     """Seconds that a pod stays after a NoExecute taint appears. Default: for ever."""
 
 
+Annotation = Annotated[str, text(4096, shortest=0)]
 Tolerations = Annotated[list[Toleration], Field(max_length=16)]
 
 
@@ -80,7 +83,7 @@ class Template(Model):
 
     env: Annotated[list[EnvironmentVariable], Field(max_length=32)] = []
     """Environment variables of its containers, after those that Miles sets."""
-    annotations: Annotated[dict[LabelKey, Annotated[str, text(4096, shortest=0)]], Field(max_length=16)] = {}
+    annotations: Annotated[dict[LabelKey, Annotation], Field(max_length=16), WITHOUT_NULLS] = {}
     """Annotations of the pods."""
     node_selector: NodeSelector = {}
     """Labels a node must have, besides scheduling.nodeSelector."""
@@ -173,6 +176,10 @@ class Trainer(Model):
 class Scheduling(Model):
     """Where all pods of the job run."""
 
+    service_account_name: ObjectName | None = None
+    """ServiceAccount of the pods, for clouds that give the store's credentials to it; none of its Kubernetes rights
+    reach the pods. It must be one of those that the operator allows (--service-accounts). Default: the namespace's
+    default account."""
     priority_class_name: ObjectName | None = None
     """PriorityClass of the pods."""
     node_selector: NodeSelector = {}
@@ -195,8 +202,8 @@ class RunPolicy(Model):
     progress_deadline_seconds: Annotated[int, Field(ge=60, le=86_400)] = 3600
     """Seconds without a finished step after which the job has failed."""
     ttl_seconds_after_finished: Annotated[
-        Annotated[int, Field(ge=0, le=31_536_000)] | None, not_built(NO_CONTROLLER, harmless=True)
+        Annotated[int, Field(ge=0, le=31_536_000)] | None, cluster_only("the run's folder stays", harmless=True)
     ] = None
     """Seconds after which a finished job is deleted; its store stays. Default: never."""
-    cleanup: Annotated[Literal["All", "None"], not_built(NO_CONTROLLER, harmless=True)] = "All"
+    cleanup: Annotated[Literal["All", "None"], cluster_only("every process ends with the run", harmless=True)] = "All"
     """Which pods are removed once the job has finished."""

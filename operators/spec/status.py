@@ -1,0 +1,171 @@
+"""What the operator tells about an RLJob. Written by it alone; one source of the CRD's status schema."""
+
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field
+
+from operators.spec.fields import Model, text
+
+Time = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
+Short = Annotated[str, text(256, shortest=0)]
+CONDITION_TYPES = (
+    "Ready",
+    "Reconciling",
+    "Stalled",
+    "StoreReady",
+    "RolloutReady",
+    "TrainerReady",
+    "Suspended",
+    "Complete",
+    "Failed",
+)
+PHASES = (
+    "Pending",
+    "Starting",
+    "Running",
+    "Suspending",
+    "Suspended",
+    "Restarting",
+    "Complete",
+    "Failed",
+    "Deleting",
+)
+
+
+class Told(Model):
+    """A part of the status: unlike the spec it is made in code, by the names of its fields."""
+
+    model_config = pydantic.ConfigDict(populate_by_name=True)
+
+
+class Condition(Told):
+    """One observation of the job, as for every Kubernetes object."""
+
+    type: Annotated[str, text(64)]
+    """What is told: Ready (the summary), Reconciling, Stalled, StoreReady, RolloutReady, TrainerReady, Suspended,
+    Complete or Failed."""
+    status: Literal["True", "False", "Unknown"]
+    """Whether it holds."""
+    observed_generation: Annotated[int, Field(ge=0)] = 0
+    """metadata.generation of the job that this was told of."""
+    last_transition_time: Time
+    """When `status` last changed."""
+    reason: Annotated[str, text(128, "[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")]
+    """One word in CamelCase for machines."""
+    message: Annotated[str, text(4096, shortest=0)] = ""
+    """The cause, and what to do, for people."""
+
+
+class TrainingStatus(Told):
+    """How far the training is, as trainer rank 0 reports it."""
+
+    step: Annotated[int, Field(ge=0)] = 0
+    """Finished steps."""
+    total_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps to do."""
+    progress: Short = ""
+    """step/totalSteps, for display."""
+    policy_version: Short = ""
+    """Newest published policy, such as t2-s412."""
+    last_progress_time: Time | None = None
+    """When a step was last seen to finish."""
+    eta_seconds: Annotated[int, Field(ge=0)] | None = None
+    """Estimated seconds to the end."""
+
+
+class RolloutStatus(Told):
+    """The rollout workers."""
+
+    desired: Annotated[int, Field(ge=0)] = 0
+    """Pods wanted."""
+    ready: Annotated[int, Field(ge=0)] = 0
+    """Pods that hold a policy and generate."""
+    summary: Short = ""
+    """ready/desired, for display."""
+    selector: Annotated[str, text(512, shortest=0)] = ""
+    """Label selector of the pods, for autoscalers."""
+
+
+class TrainerStatus(Told):
+    """The trainer's pods."""
+
+    desired: Annotated[int, Field(ge=0)] = 0
+    """Pods wanted."""
+    ready: Annotated[int, Field(ge=0)] = 0
+    """Pods that are ready."""
+
+
+class CheckpointStatus(Told):
+    """The newest complete checkpoint."""
+
+    uri: Annotated[str, text(1100, shortest=0)] = ""
+    """Where it lies."""
+    step: Annotated[int, Field(ge=0)] = 0
+    """Its step."""
+    time: Time | None = None
+    """When the operator first saw it reported."""
+
+
+class Metric(Told):
+    """One number of the newest step."""
+
+    name: Annotated[str, text(128)]
+    """Name, as in the metrics files: reward/mean."""
+    value: Annotated[str, text(32)]
+    """Value, in decimal."""
+
+
+class Attempt(Told):
+    """Why the present attempt of the trainer began."""
+
+    number: Annotated[int, Field(ge=0)] = 0
+    """Number of the attempt; part of the trainer Job's name."""
+    cause: Literal["Started", "Failure", "Disruption", "Edit", "Resumed"] = "Started"
+    """Failure counts against maxRestarts; Disruption (eviction, lost node), Edit and Resumed do not."""
+    message: Annotated[str, text(1024, shortest=0)] = ""
+    """The cause of the failure or disruption, from the pods."""
+    time: Time | None = None
+    """When the attempt was decided; with a back-off, its pods start later."""
+    not_before: Time | None = None
+    """End of the back-off."""
+    pause_time: Time | None = None
+    """When the trainer was asked to checkpoint and stop, because an edit of the spec needs a new attempt."""
+    config: Annotated[str, text(64, shortest=0)] = ""
+    """Digest of the trainer's part of the spec that this attempt runs."""
+
+
+class RLJobStatus(Told):
+    """What the operator has observed."""
+
+    observed_generation: Annotated[int, Field(ge=0)] = 0
+    """Newest metadata.generation that the operator has acted on."""
+    phase: Annotated[str, text(32, shortest=0)] = ""
+    """For display only, derived from the conditions: Pending, Starting, Running, Suspending, Suspended, Restarting,
+    Complete, Failed or Deleting."""
+    start_time: Time | None = None
+    """When the operator first created pods for the job."""
+    completion_time: Time | None = None
+    """When the job completed or failed."""
+    attempt: Attempt = Attempt()
+    """The present attempt of the trainer."""
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """Restarts after failures, counted against runPolicy.maxRestarts."""
+    disruptions: Annotated[int, Field(ge=0)] = 0
+    """Restarts after evictions and lost nodes; not counted against it."""
+    suspend_time: Time | None = None
+    """When the present suspension was asked for."""
+    suspended_seconds: Annotated[int, Field(ge=0)] = 0
+    """Length of all suspensions before; runPolicy.activeDeadlineSeconds leaves them out."""
+    training: TrainingStatus = TrainingStatus()
+    """How far the training is."""
+    rollout: RolloutStatus = RolloutStatus()
+    """The rollout workers."""
+    trainer: TrainerStatus = TrainerStatus()
+    """The trainer's pods."""
+    last_checkpoint: CheckpointStatus | None = None
+    """The newest complete checkpoint."""
+    metrics: Annotated[list[Metric], Field(max_length=16)] = []
+    """Numbers of the newest step."""
+    conditions: Annotated[list[Condition], Field(max_length=16)] = []
+    """All that is told of the job, by type."""
