@@ -6,13 +6,15 @@ processes on one machine, by `miles run`. Pure: the same job, run id, attempt an
     Service      <job>-trainer            headless: names of the trainer's pods
     Job          <job>-trainer-<attempt>  Indexed, one pod a node; never retried by itself
     Deployment, Service  <job>-reward-<name>   for each reward that has a model
+    NetworkPolicy, PodDisruptionBudget  <job>-…  in a cluster only: see isolation
+    Secret       <job>-status             token of the trainer's status port; see token_secret
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from operators import containers
+from operators import containers, isolation
 from operators.names import child_name, labels, selector
 from operators.resolve import REWARD_PORT, Platform, model, run_config
 from operators.spec import API_VERSION, KIND, RLJob
@@ -28,15 +30,36 @@ Dict = dict[str, Any]
 
 def children(job: RLJob, *, run_id: str, platform: Platform = IN_CLUSTER, attempt: int = 0) -> list[Dict]:
     """Every child that the job should have now. Raises ValueError naming a field that the platform cannot serve."""
+    check_service_account(job, platform)
     config = run_config(job, run_id, platform, attempt)
     reward_models = [reward for reward in job.spec.rewards if reward.model is not None]
     return [
+        *([] if platform.local else protection(job, platform)),
         config_map(job, config, reward_models, platform),
         *(child for reward in reward_models for child in reward_model(job, reward, platform)),
         rollout(job, config, platform),
         trainer_service(job),
         trainer(job, run_id, platform, attempt),
     ]
+
+
+def check_service_account(job: RLJob, platform: Platform) -> None:
+    """A tenant may not take the identity of another account by naming it. Raises ValueError."""
+    wanted = job.spec.scheduling.service_account_name
+    allowed = None if platform.local else platform.service_accounts
+    if wanted is not None and allowed is not None and wanted not in allowed:
+        known = f"allowed are {', '.join(allowed)}" if allowed else "the operator allows none (--service-accounts)"
+        raise ValueError(f'spec.scheduling.serviceAccountName: got "{wanted}": {known}')
+
+
+def protection(job: RLJob, platform: Platform) -> list[Dict]:
+    """First of all children, so that no pod is open even for a moment."""
+    policies = [
+        _object("networking.k8s.io/v1", "NetworkPolicy", job, child_name(job, suffix), "isolation") | {"spec": spec}
+        for suffix, spec in isolation.policies(job, platform).items()
+    ]
+    budget = _object("policy/v1", "PodDisruptionBudget", job, child_name(job, "rollout"), "rollout")
+    return [*policies, budget | {"spec": isolation.disruption_budget(job)}]
 
 
 def config_map(job: RLJob, config: RunConfig, reward_models: Sequence[Reward], platform: Platform) -> Dict:
@@ -148,6 +171,11 @@ def trainer(job: RLJob, run_id: str, platform: Platform, attempt: int) -> Dict:
     return child
 
 
+def token_secret(job: RLJob, token: str) -> Dict:
+    """What the trainer knows the operator's requests by; none of `children`, which are plain to read."""
+    return _object("v1", "Secret", job, child_name(job, "status"), "trainer") | {"stringData": {"token": token}}
+
+
 def _deployment(
     job: RLJob, name: str, component: str, replicas: int, pod: Dict, annotations: Mapping[str, str]
 ) -> Dict:
@@ -177,6 +205,7 @@ def _pod(
     scheduling = job.spec.scheduling
     tolerations = [*scheduling.tolerations, *template.tolerations]
     optional = {
+        "serviceAccountName": scheduling.service_account_name,
         "priorityClassName": scheduling.priority_class_name,
         "nodeSelector": scheduling.node_selector | template.node_selector,
         "tolerations": [toleration.model_dump(by_alias=True, exclude_none=True) for toleration in tolerations],

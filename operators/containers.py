@@ -7,6 +7,7 @@ Ports stand in variables that end in PORT and are used as $(NAME) in arguments, 
 from collections.abc import Iterable
 from typing import Any
 
+from operators.names import child_name
 from operators.resolve import MODEL_PATH, REWARD_PORT, REWARDS_PATH, Platform, cpus, model, policy_model, processes
 from operators.spec import RLJob
 from operators.spec.inputs import Reward, SecretReference
@@ -65,6 +66,8 @@ def vllm(job: RLJob, platform: Platform, image: str) -> Dict:
     ]
     if not (on_gpu if rollout.compile is None else rollout.compile):
         arguments.append("--enforce-eager")
+    if not on_gpu:  # with its 128 tokens the samples of a group would share no block of a shorter prompt
+        arguments += ["--block-size", "32"]
     if rollout.tensor_parallel_size > 1:
         arguments += ["--tensor-parallel-size", str(rollout.tensor_parallel_size)]
     if on_gpu and _shares_gpus(job, platform):
@@ -133,6 +136,7 @@ def trainer(job: RLJob, platform: Platform, image: str, rendezvous: str, master:
         _value("PET_RDZV_ID", rendezvous),
         _value("PET_MAX_RESTARTS", "0"),
         _value("HF_HUB_OFFLINE", "1"),
+        *([] if platform.local else [_token(job)]),
         *([] if platform.trainer_gpus(spec) else [_value("OMP_NUM_THREADS", str(_trainer_threads(job, platform)))]),
         *_credentials(job.spec.store.secret_ref),
     ]
@@ -146,7 +150,6 @@ def trainer(job: RLJob, platform: Platform, image: str, rendezvous: str, master:
             {"name": "rendezvous", "containerPort": MASTER_PORT},
         ],
         "resources": _resources(spec.resources, platform, platform.trainer_gpus(spec)),
-        "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [_mount("config"), _mount("model"), _mount("tmp", "trainer"), _mount("shm")],
     }
 
@@ -177,10 +180,15 @@ def reward_model(reward: Reward, platform: Platform, image: str) -> Dict:
 
 
 def finished(container: Dict, extra: list[EnvironmentVariable]) -> Dict:
-    """The container with the user's variables in place of equally named ones, and without privileges."""
+    """The container with the user's variables in place of equally named ones, and without privileges. Where it gives no
+    reason for its end, the last lines of its log are the reason."""
     own = {entry.name: _user_variable(entry) for entry in extra}
     environment = [entry for entry in container["env"] if entry["name"] not in own]
-    return container | {"env": [*environment, *own.values()], "securityContext": RESTRICTED}
+    return container | {
+        "env": [*environment, *own.values()],
+        "securityContext": RESTRICTED,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
 
 
 def volumes(containers: Iterable[Dict], config_map: str) -> list[Dict]:
@@ -300,6 +308,12 @@ def _credentials(secret: SecretReference | None) -> list[Dict]:
 
 def _secret(name: str, secret: SecretReference) -> Dict:
     return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": name}}}
+
+
+def _token(job: RLJob) -> Dict:
+    """Whose requests to checkpoint and stop the trainer obeys. Without the Secret it starts all the same."""
+    key = {"name": child_name(job, "status"), "key": "token"}
+    return _optional({"name": "MILES_STATUS_TOKEN", "valueFrom": {"secretKeyRef": key}})
 
 
 def _optional(entry: Dict) -> Dict:

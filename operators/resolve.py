@@ -34,6 +34,14 @@ class Platform:
     """In a cluster: image of containers that name none and have no GPU."""
     gpu_image: str = "miles:0.1.0-gpu"
     """In a cluster: image of containers that name none and have GPUs."""
+    service_accounts: tuple[str, ...] | None = ()
+    """In a cluster: ServiceAccounts that a job may name; None: any."""
+    operator_namespace: str = "miles-system"
+    """In a cluster: namespace of the operator, which may ask the pods' status ports."""
+    egress_cidrs: tuple[str, ...] = ("0.0.0.0/0", "::/0")
+    """In a cluster: addresses outside the job that its pods may reach, at egress_ports."""
+    egress_ports: tuple[int, ...] = (443,)
+    """In a cluster: TCP ports of stores and hubs; those of addresses in the spec are added."""
 
     def rollout_gpus(self, rollout: Rollout) -> int:
         """GPUs of one vLLM server; 0: it runs on the CPU."""
@@ -221,8 +229,7 @@ def _algorithm(job: RLJob) -> dict[str, Any]:
     }
     parameters = dict(entry.parameters) if entry else {}
     for name, value in algorithm.parameters.items():
-        name = to_snake(name)
-        parameters[name] = float(value) if isinstance(parameters.get(name), float) else value
+        parameters[to_snake(name)] = float(value)
     return {
         **own,
         **{name: value for name, value in chosen.items() if value is not None},

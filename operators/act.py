@@ -1,0 +1,52 @@
+"""Carries a Plan out, in the order that makes it safe to be killed after any of its requests.
+
+A request that fails ends the pass: the error propagates, and the next pass plans anew from what it observes then.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from operators.observed import Event, Object, Observed, Plan
+
+
+class Cluster(Protocol):
+    """What the API server, and a trainer's status port, can be asked for. `operators.cluster` is the real one."""
+
+    async def pause(self, job: Object, pods: Sequence[Object]) -> None:
+        """Ask trainer rank 0 among `pods` to checkpoint and stop. One that does not answer is no error."""
+
+    async def ensure_token(self, job: Object) -> None:
+        """Create the Secret that lets the trainer know our requests, unless there is one."""
+
+    async def apply(self, desired: Mapping[str, Any]) -> None:
+        """Server-side apply, by force."""
+
+    async def delete(self, kind: str, name: str, namespace: str, uid: str) -> None:
+        """Delete in the background the very object with that uid. One that is gone, or another's, is no error."""
+
+    async def delete_job(self, job: Object) -> None:
+        """Delete the RLJob itself, in the background, if it is still the one observed."""
+
+    async def write_status(self, job: Object, status: Mapping[str, Any]) -> None:
+        """Replace the status. Raises where the RLJob is no longer at the resourceVersion observed."""
+
+    async def post_event(self, job: Object, event: Event) -> None: ...
+
+
+async def carry_out(plan: Plan, observed: Observed, cluster: Cluster) -> None:
+    """Raises what the cluster raises; what was done before that stays done."""
+    job, namespace = observed.job, observed.job["metadata"]["namespace"]
+    if plan.pause:
+        await cluster.pause(job, observed.pods)
+    if any(desired["kind"] == "Job" for desired in plan.apply):
+        await cluster.ensure_token(job)
+    for desired in plan.apply:
+        await cluster.apply(desired)
+    for deletion in plan.delete:
+        await cluster.delete(deletion.key.kind, deletion.key.name, namespace, deletion.uid)
+    if plan.delete_job:
+        await cluster.delete_job(job)
+    if plan.status is not None:
+        await cluster.write_status(job, plan.status)
+    for event in plan.events:
+        await cluster.post_event(job, event)

@@ -1,0 +1,81 @@
+"""Whether a live object already says what we want of it. Pure.
+
+Each object that we apply carries a digest of what was wanted. It is applied again if that has changed, or if one of
+our own fields was changed by others; what they or the API server added is left alone.
+"""
+
+import decimal
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from operators.observed import Object
+
+APPLIED = "miles.dev/applied"
+QUANTITIES = {"requests", "limits", "sizeLimit"}
+"""Keys below which values are quantities, which the API server rewrites: 1000m becomes 1."""
+SUFFIXES = {"m": "1e-3", "k": "1e3", "M": "1e6", "G": "1e9", "T": "1e12", "P": "1e15"} | {
+    f"{letter}i": str(1024**power) for power, letter in enumerate("KMGTP", 1)
+}
+NAMES = ("uid", "mountPath", "name")
+"""What tells the items of a list apart, the first of them that all have; other lists go by position."""
+
+
+def marked(desired: Mapping[str, Any]) -> dict[str, Any]:
+    """The object with its own digest as an annotation."""
+    digest = hashlib.sha256(json.dumps(desired, sort_keys=True).encode()).hexdigest()[:16]
+    metadata = desired["metadata"]
+    annotations = metadata.get("annotations", {}) | {APPLIED: digest}
+    return {**desired, "metadata": {**metadata, "annotations": annotations}}
+
+
+def differs(live: Object, desired: Mapping[str, Any]) -> bool:
+    """Whether `desired`, which is marked, has to be applied again."""
+    return not _holds(desired, live, quantity=False)
+
+
+def _holds(wanted: Any, live: Any, quantity: bool) -> bool:
+    if wanted == live:
+        return True
+    if isinstance(wanted, Mapping):
+        return isinstance(live, Mapping) and all(
+            _holds(value, live[key], quantity or key in QUANTITIES) if key in live else _empty(value)
+            for key, value in wanted.items()
+        )
+    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+        return isinstance(live, Sequence) and not isinstance(live, str) and _list_holds(wanted, live, quantity)
+    return quantity and _number(wanted) == _number(live)
+
+
+def _list_holds(wanted: Sequence[Any], live: Sequence[Any], quantity: bool) -> bool:
+    name = _name(wanted)
+    if name is None:
+        return len(wanted) == len(live) and all(
+            _holds(each, other, quantity) for each, other in zip(wanted, live, strict=True)
+        )
+    found = {item.get(name): item for item in live if isinstance(item, Mapping)}
+    return all(item[name] in found and _holds(item, found[item[name]], quantity) for item in wanted)
+
+
+def _name(items: Sequence[Any]) -> str | None:
+    """The key by which every item is known."""
+    if not all(isinstance(item, Mapping) for item in items):
+        return None
+    for name in NAMES:
+        if items and all(name in item for item in items) and len({item[name] for item in items}) == len(items):
+            return name
+    return None
+
+
+def _empty(value: Any) -> bool:
+    """The API server drops fields of this value, unless it keeps them, so both mean the same."""
+    return value is None or value is False or value in ("", 0) or value == {} or value == []
+
+
+def _number(quantity: Any) -> decimal.Decimal | str:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([mkMGTP]|[KMGTP]i)?", str(quantity))
+    if match is None:
+        return str(quantity)
+    return decimal.Decimal(match[1]) * decimal.Decimal(SUFFIXES.get(match[2], "1"))

@@ -1,0 +1,70 @@
+"""What a reconcile sees, and what it decides: the contract between `operators.reconcile` (pure) and those that look
+and act (`operators.cluster`, `operators.handlers`). Plain data; objects are dicts as the API server holds them.
+"""
+
+import dataclasses
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+Object = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One object of the job's namespace."""
+
+    kind: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    job: Object
+    """The RLJob, read from the API server itself, not from a cache."""
+    children: Sequence[Object] = ()
+    """Every object of a kind we create whose controller owner is this job's uid."""
+    pods: Sequence[Object] = ()
+    """Every pod with the job's uid in its labels, whatever its state."""
+    foreign: frozenset[Key] = frozenset()
+    """Objects with the name of a child that another owner, or nobody, holds."""
+    report: Mapping[str, Any] | None = None
+    """GET /status of trainer rank 0; None: it did not answer."""
+    events: Sequence[Object] = ()
+    """Warning events about the job's children and pods, newest last (FailedCreate: exceeded quota …)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Deletion:
+    """Deletes in the background, and only the very object that was observed."""
+
+    key: Key
+    uid: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A Kubernetes event about the RLJob."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to do, in this order. An empty plan: nothing is to be done until something changes."""
+
+    pause: bool = False
+    """Ask trainer rank 0, by an authenticated POST, to write a checkpoint and stop. Asking twice does no harm."""
+    apply: Sequence[Mapping[str, Any]] = ()
+    """Objects to apply server-side, in order; only those that differ from what was observed."""
+    delete: Sequence[Deletion] = ()
+    delete_job: bool = False
+    """The RLJob itself: its time to live is over."""
+    status: Mapping[str, Any] | None = None
+    """The whole new status; None: it stays as it is. Written last, against the observed resourceVersion."""
+    events: Sequence[Event] = ()
+    """Posted after the status was written."""
+    again: datetime.timedelta | None = None
+    """Look again after this time at the latest, even if nothing changes. None: only on a change or a resync."""

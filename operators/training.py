@@ -1,0 +1,72 @@
+"""What trainer rank 0 says of itself → the job's status. Pure.
+
+Numbers move when a step has finished, and at most every REFRESH_S: a status write costs every watcher something.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from operators.conditions import timestamp
+from operators.resolve import Platform, run_config
+from operators.situation import Situation
+from operators.spec.status import CheckpointStatus, Metric, RLJobStatus, TrainingStatus
+
+REFRESH_S = 10
+MOST_METRICS = 16
+
+Report = Mapping[str, Any]
+
+
+def updated(here: Situation, status: RLJobStatus, platform: Platform) -> RLJobStatus:
+    """`status` with what the report adds to it."""
+    report, before = here.observed.report, here.status.training
+    total = here.job.spec.algorithm.total_steps
+    if report is None or report.get("phase") == "starting":  # which has no step to tell yet
+        progress = f"{before.step}/{total}"
+        training = before.model_copy(update={"total_steps": total, "progress": progress})
+        return status.model_copy(update={"training": training})
+    step, version = int(report.get("step") or 0), report.get("version")
+    advanced = step > before.step
+    fresh = before.last_progress_time is not None and here.seconds_since(before.last_progress_time) < REFRESH_S
+    if before.progress and (step == before.step or (advanced and fresh)):
+        return _checkpointed(here, status, platform)
+    eta = report.get("eta_s")
+    training = TrainingStatus(
+        step=step,
+        total_steps=total,
+        progress=f"{step}/{total}",
+        policy_version=f"t{version[0]}-s{version[1]}" if version else before.policy_version,
+        last_progress_time=timestamp(here.now) if advanced else before.last_progress_time,
+        eta_seconds=None if eta is None else max(0, int(eta)),
+    )
+    status = status.model_copy(update={"training": training, "metrics": list(_metrics(report))})
+    return _checkpointed(here, status, platform)
+
+
+def _checkpointed(here: Situation, status: RLJobStatus, platform: Platform) -> RLJobStatus:
+    step = (here.observed.report or {}).get("checkpoint_step")
+    known = status.last_checkpoint
+    if step is None or (known is not None and known.step == step):
+        return status
+    run = run_config(here.job, here.job.metadata.uid or "", platform).store.uri
+    found = CheckpointStatus(uri=f"{run}/checkpoints", step=step, time=timestamp(here.now))
+    return status.model_copy(update={"last_checkpoint": found})
+
+
+def _metrics(report: Report) -> Iterator[Metric]:
+    """The few numbers that tell most; parts of the reward and evaluations fill the rest."""
+    speed = report.get("tokens_per_s") or {}
+    named: dict[str, Any] = {
+        "reward/mean": report.get("reward_mean"),
+        "tokens_per_s/trained": speed.get("trained"),
+        "tokens_per_s/generated": speed.get("generated"),
+        "samples_per_s": report.get("samples_per_s"),
+        "staleness/mean": report.get("staleness_mean"),
+        "response_length/mean": report.get("response_length_mean"),
+    }
+    named |= {f"reward/{part}": value for part, value in (report.get("reward") or {}).items()}
+    for name, results in (report.get("evaluation") or {}).items():
+        named |= {f"evaluation/{name}/{metric}": value for metric, value in results.items() if metric != "step"}
+    told = [(name, value) for name, value in named.items() if isinstance(value, int | float)]
+    for name, value in told[:MOST_METRICS]:
+        yield Metric(name=name[:128], value=f"{value:.6g}")
