@@ -1,0 +1,169 @@
+"""What the watches have told: the children, pods and warnings of all jobs, by the uid of their job. No I/O.
+
+Objects are kept as JSON text, a fifth of what they take as Python values, and are read anew for each look.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from operators.observed import Object
+from operators.spec import KIND
+
+UID_LABEL = "miles.dev/job-uid"
+JOB_LABEL = "miles.dev/job-name"
+POD_SPEC = ("nodeName", "subdomain")
+"""All that is kept of a pod's spec; and of its containers, names and resources."""
+
+
+class JobKey(NamedTuple):
+    """An RLJob, and an entry of the work queue."""
+
+    namespace: str
+    name: str
+
+
+class Name(NamedTuple):
+    """One object of a kind."""
+
+    namespace: str
+    name: str
+
+
+class Entry(NamedTuple):
+    uid: str
+    owner: str
+    """The uid of its job; of a warning, of the object that it is about."""
+    version: int
+    key: JobKey | None
+    text: bytes
+
+
+class Cache:
+    """Thread-unsafe: it lives in the event loop of its watches and of those who look."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, dict[Name, Entry]] = {}
+        self._by_owner: dict[str, set[tuple[str, Name]]] = {}
+        self._keys: dict[str, JobKey] = {}  # uid of a child or pod → its job
+        self._heard: dict[str, int] = {}  # kind → newest version that its watch has told
+
+    def put(self, kind: str, found: Object) -> JobKey | None:
+        """What a watch or a list told. Returns the job whose object that is, if any; a warning about an object that
+        is not here is not kept."""
+        name, entry = _named(found), self._entry(kind, found)
+        self._heard[kind] = max(self._heard.get(kind, 0), entry.version)
+        self._drop(kind, name)
+        if kind != "Event" or entry.key is not None:
+            self._keep(kind, name, entry)
+        return entry.key
+
+    def put_answer(self, kind: str, found: Object) -> None:
+        """What the server answered to a write of ours, ahead of the watch. An answer that the watch has overtaken is
+        old: the object may even be gone again."""
+        name, entry = _named(found), self._entry(kind, found)
+        if entry.version > self._heard.get(kind, 0):
+            self._drop(kind, name)
+            self._keep(kind, name, entry)
+
+    def remove(self, kind: str, found: Object) -> JobKey | None:
+        entry = self._entry(kind, found)
+        self._heard[kind] = max(self._heard.get(kind, 0), entry.version)
+        self._drop(kind, _named(found))
+        return entry.key
+
+    def keep_only(self, kind: str, namespace: str, names: Iterable[Name]) -> set[JobKey]:
+        """After a list: forgets what it did not name. Returns the jobs that lost something."""
+        stay = set(names)
+        held = self._objects.get(kind, {})
+        gone = [name for name in held if name not in stay and namespace in ("", name.namespace)]
+        keys = {held[name].key for name in gone}
+        for name in gone:
+            self._drop(kind, name)
+        return {key for key in keys if key is not None}
+
+    def find(self, kind: str, namespace: str, name: str) -> Any | None:
+        entry = self._objects.get(kind, {}).get(Name(namespace, name))
+        return None if entry is None else json.loads(entry.text)
+
+    def of(self, uid: str, kinds: Iterable[str]) -> list[Any]:
+        """The objects of these kinds that belong to a job, or the warnings about an object, in a stable order."""
+        wanted = set(kinds)
+        names = sorted(place for place in self._by_owner.get(uid, ()) if place[0] in wanted)
+        return [json.loads(self._objects[kind][name].text) for kind, name in names]
+
+    def count(self) -> int:
+        return sum(len(held) for held in self._objects.values())
+
+    def _entry(self, kind: str, found: Object) -> Entry:
+        metadata = found["metadata"]
+        uid, version = metadata["uid"], int(metadata["resourceVersion"])
+        if kind == "Event":
+            about = found["involvedObject"].get("uid", "")
+            return Entry(uid, about, version, self._keys.get(about), _text(_event(found)))
+        job, key = _job_of(kind, metadata)
+        return Entry(uid, job, version, key, _text(_trimmed(kind, found)))
+
+    def _keep(self, kind: str, name: Name, entry: Entry) -> None:
+        self._objects.setdefault(kind, {})[name] = entry
+        self._by_owner.setdefault(entry.owner, set()).add((kind, name))
+        if kind != "Event" and entry.key is not None:
+            self._keys[entry.uid] = entry.key
+
+    def _drop(self, kind: str, name: Name) -> None:
+        entry = self._objects.get(kind, {}).pop(name, None)
+        if entry is None:
+            return
+        self._unlink(entry.owner, kind, name)
+        if kind != "Event":
+            self._keys.pop(entry.uid, None)
+            for _, warning in list(self._by_owner.get(entry.uid, ())):
+                self._drop("Event", warning)
+
+    def _unlink(self, owner: str, kind: str, name: Name) -> None:
+        others = self._by_owner[owner]
+        others.discard((kind, name))
+        if not others:
+            del self._by_owner[owner]
+
+
+def controller(metadata: Any) -> Any | None:
+    """The owner reference of the object's controller, if it has one."""
+    return next((owner for owner in metadata.get("ownerReferences", ()) if owner.get("controller")), None)
+
+
+def _job_of(kind: str, metadata: Any) -> tuple[str, JobKey | None]:
+    """(uid, key) of the object's job. A pod's controller is a Job or a ReplicaSet, so its labels tell; a child of ours
+    is what we control, whatever its labels say."""
+    if kind == "Pod":
+        labels = metadata.get("labels", {})
+        uid, name = labels.get(UID_LABEL, ""), labels.get(JOB_LABEL)
+    else:
+        owner = controller(metadata) or {}
+        uid, name = (owner["uid"], owner["name"]) if owner.get("kind") == KIND else ("", None)
+    return uid, JobKey(metadata["namespace"], name) if name else None
+
+
+def _named(found: Object) -> Name:
+    return Name(found["metadata"]["namespace"], found["metadata"]["name"])
+
+
+def _trimmed(kind: str, found: Object) -> dict[str, Any]:
+    kept = {key: value for key, value in found.items() if key != "metadata"}
+    kept["metadata"] = {key: value for key, value in found["metadata"].items() if key != "managedFields"}
+    if kind == "Pod":
+        spec = found.get("spec", {})
+        containers = [
+            {key: each[key] for key in ("name", "resources") if key in each} for each in spec.get("containers", ())
+        ]
+        kept["spec"] = {key: spec[key] for key in POD_SPEC if key in spec} | {"containers": containers}
+    return kept
+
+
+def _event(found: Object) -> dict[str, Any]:
+    keep = ("type", "reason", "message", "involvedObject", "firstTimestamp", "lastTimestamp", "eventTime", "count")
+    return {key: found[key] for key in keep if found.get(key) is not None}
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -1,0 +1,201 @@
+"""The operator itself: what is heard fills the queue; a pass observes, plans, and carries the plan out.
+
+Level-triggered: a pass depends on nothing but what it observes, so a lost, doubled or early call costs only time.
+"""
+
+import asyncio
+import datetime
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from operators.act import carry_out
+from operators.cache import JobKey
+from operators.cluster import ApiError, Cluster, Conflict, Held
+from operators.handlers import watch_jobs
+from operators.liveness import Health
+from operators.observe import observe
+from operators.observed import Object, Observed, Plan
+from operators.queue import WorkQueue
+from operators.resolve import Platform
+from operators.spec import KIND
+from operators.telemetry import Telemetry
+from operators.watch import KINDS, follow
+
+ECHO_S = 0.2
+"""Changes of children and of status are gathered for so long; a new or edited job is looked at at once."""
+PASS_LIMIT_S = 60.0
+CHECK_S = 60.0
+"""Between two comparisons of what the watch of RLJobs told with what there is."""
+RESYNC_S = 600.0
+"""Every job is looked at so often, whatever happens."""
+START_LIMIT_S = 60.0
+logger = logging.getLogger(__name__)
+
+Reconcile = Callable[[Observed, datetime.datetime, Platform], Plan]
+
+
+class Known(NamedTuple):
+    """What was last heard of an RLJob."""
+
+    version: int
+    generation: int
+    phase: str
+
+
+class Controller:
+    """Of one process, while it leads. `may_act`: whether it still leads."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        reconcile: Reconcile,
+        platform: Platform,
+        health: Health,
+        telemetry: Telemetry,
+        namespaces: Sequence[str] = (),
+        workers: int = 32,
+        may_act: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.cluster, self.reconcile, self.platform = cluster, reconcile, platform
+        self.health, self.telemetry, self.namespaces = health, telemetry, namespaces
+        self.workers, self.may_act = workers, may_act
+        self.queue: WorkQueue[JobKey] = WorkQueue(telemetry.waited.observe)
+        self.jobs: dict[JobKey, Known] = {}
+        health.stalled_s = self.queue.stalled_s
+        telemetry.depth = self.queue.depth
+        telemetry.phases = lambda: [known.phase for known in self.jobs.values()]
+
+    async def lead(self, namespace: str) -> None:
+        """Runs until cancelled. `namespace`: the operator's own."""
+        self.health.filling = True
+        self.telemetry.leading.set(1)
+        await self._wait_for_definition()
+        await self.cluster.load_key(namespace)
+        async with asyncio.TaskGroup() as group:
+            for kind in KINDS:
+                await self._follow(group, kind)
+            group.create_task(watch_jobs(self.cluster.connection, self.namespaces, self.heard), name="watch RLJob")
+            group.create_task(self._check(), name="check")
+            self.health.filling = False
+            await self.queue.work(self.visit, self.workers)
+
+    async def visit(self, key: JobKey) -> float | None:
+        """One pass. Returns the seconds after which the job wants another at the latest."""
+        if not self.may_act():
+            return 1.0
+        began = time.perf_counter()
+        result = "error"
+        try:
+            async with asyncio.timeout(PASS_LIMIT_S):
+                again = await self._pass(key)
+            result = "ok"
+            return again
+        except (Conflict, Held) as error:
+            result = "conflict"
+            logger.debug(f"looks again: {error}", extra=_fields(key))
+            raise
+        except (ApiError, TimeoutError) as error:
+            logger.warning(f"pass ended: {error or f'longer than {PASS_LIMIT_S:.0f} s'}", extra=_fields(key))
+            raise
+        except Exception:
+            logger.exception("pass failed", extra=_fields(key))
+            raise
+        finally:
+            self.telemetry.reconciles.labels(result).inc()
+            self.telemetry.duration.observe(time.perf_counter() - began)
+
+    async def _pass(self, key: JobKey) -> float | None:
+        observed = await observe(self.cluster, key)
+        if observed is None:
+            return None
+        plan = self.reconcile(observed, datetime.datetime.now(datetime.UTC), self.platform)
+        await carry_out(plan, observed, self.cluster)
+        for event in plan.events:
+            logger.info(event.message, extra=_fields(key, reason=event.reason))
+        return None if plan.again is None else plan.again.total_seconds()
+
+    def heard(self, what: str | None, job: Object) -> None:
+        """The watch of RLJobs told something."""
+        metadata = job["metadata"]
+        key = JobKey(metadata["namespace"], metadata["name"])
+        self.health.beat(KIND)
+        if what == "DELETED":
+            self.jobs.pop(key, None)
+            self.queue.add(key)
+            return
+        before = self.jobs.get(key)
+        known = Known(
+            int(metadata["resourceVersion"]), metadata.get("generation", 0), job.get("status", {}).get("phase", "")
+        )
+        self.jobs[key] = known
+        is_echo = before is not None and before.generation == known.generation
+        self.queue.add(key, ECHO_S if is_echo else 0.0)
+
+    async def _follow(self, group: asyncio.TaskGroup, kind: str) -> None:
+        """Follow a kind in every namespace; returns once it was listed."""
+        listed = []
+        for namespace in self.namespaces or ("",):
+            listed.append(asyncio.Event())
+            echo = lambda key: self.queue.add(key, ECHO_S)  # noqa: E731
+            watch = follow(self.cluster, kind, namespace, self.health, echo, listed[-1])
+            group.create_task(watch, name=f"watch {kind}")
+        async with asyncio.timeout(START_LIMIT_S):
+            for event in listed:
+                await event.wait()
+
+    async def _check(self) -> None:
+        """Compares what the watch of RLJobs told with what there is: the proof that it hears, and the resync."""
+        self.health.expect(KIND)
+        loop = asyncio.get_running_loop()
+        resynced = loop.time()
+        while True:
+            await asyncio.sleep(CHECK_S)
+            try:
+                missed, found = await self._missed()
+            except ApiError as error:
+                logger.warning(f"RLJobs could not be listed: {error}")
+                continue
+            await asyncio.sleep(CHECK_S / 6)  # the watch may be a little behind the list
+            missed = {key: version for key, version in missed.items() if self._is_behind(key, version)}
+            if not missed:
+                self.health.beat(KIND)
+            everything = loop.time() - resynced > RESYNC_S
+            resynced = loop.time() if everything else resynced
+            for key in found if everything else missed:
+                self.queue.add(key)
+
+    async def _missed(self) -> tuple[dict[JobKey, int], list[JobKey]]:
+        """(the version of each job of which the watch has not told so far, all jobs). Forgets jobs that are gone."""
+        found: dict[JobKey, int] = {}
+        before = set(self.jobs)
+        for namespace in self.namespaces or ("",):
+            async for page, _ in self.cluster.pages(KIND, namespace, bare=True):
+                for each in page:
+                    metadata = each["metadata"]
+                    found[JobKey(metadata["namespace"], metadata["name"])] = int(metadata["resourceVersion"])
+        for key in before - set(found):
+            self.jobs.pop(key, None)
+        return {key: version for key, version in found.items() if self._is_behind(key, version)}, list(found)
+
+    def _is_behind(self, key: JobKey, version: int) -> bool:
+        known = self.jobs.get(key)
+        return known is None or known.version < version
+
+    async def _wait_for_definition(self) -> None:
+        """Raises ValueError where the cluster does not learn what an RLJob is in time."""
+        deadline = asyncio.get_running_loop().time() + START_LIMIT_S
+        while True:
+            try:
+                async for _ in self.cluster.pages(KIND, next(iter(self.namespaces), ""), {}, bare=True):
+                    return
+            except ApiError as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise ValueError(f"RLJobs cannot be listed; is manifests/crd applied? ({error})") from None
+                logger.warning(f"waits for the definition of RLJobs: {error}")
+            await asyncio.sleep(2.0)
+
+
+def _fields(key: JobKey, **more: str) -> dict[str, dict[str, str]]:
+    return {"fields": {"namespace": key.namespace, "name": key.name, **more}}

@@ -1,0 +1,82 @@
+"""The watch of RLJobs, by kopf: the only importer of it. It reads, and writes nothing: events alone are handled, so
+that kopf keeps no finalizer, no annotation and no Kubernetes event of its own.
+
+kopf runs in a thread with an event loop of its own: at its end it cancels every task of its loop.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import kopf
+
+from operators.observed import Object
+from operators.spec import API_VERSION
+
+GROUP, VERSION = API_VERSION.split("/")
+SILENCE_S = 100.0
+PAGE = 100  # objects
+IDENTITY: Any = "miles"
+"""Of no use without peering; kopf would look up the name of the user, whom an image need not know."""
+
+Heard = Callable[[str | None, Object], None]
+"""(ADDED, MODIFIED, DELETED, or None where a list told; the RLJob)."""
+
+
+async def watch_jobs(
+    connection: Callable[[], Awaitable[Mapping[str, Any]]], namespaces: Sequence[str], heard: Heard
+) -> None:
+    """Runs until cancelled; `heard` is called in the caller's loop. `connection`: how to reach the server. No
+    namespaces: all. Raises RuntimeError when kopf ends."""
+    loop = asyncio.get_running_loop()
+    stop = threading.Event()
+    ended: asyncio.Future[None] = loop.create_future()
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.peering.standalone = True
+    settings.scanning.disabled = True
+    settings.watching.inactivity_timeout = SILENCE_S
+    settings.watching.chunk_size = PAGE
+    settings.queueing.idle_timeout = 0.5
+    registry = kopf.OperatorRegistry()
+
+    async def login(**_: Any) -> kopf.ConnectionInfo:
+        return kopf.ConnectionInfo(**await connection())
+
+    async def on_event(event: Any, **_: Any) -> None:
+        loop.call_soon_threadsafe(heard, event["type"], event["object"])
+
+    kopf.on.login(registry=registry)(login)
+    kopf.on.event(GROUP, VERSION, "rljobs", registry=registry)(on_event)
+
+    # It warns that signals are not its own to handle.
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
+
+    def run() -> None:
+        fault: BaseException | None = None
+        try:
+            kopf.run(
+                registry=registry,
+                settings=settings,
+                clusterwide=not namespaces,
+                namespaces=tuple(namespaces),
+                stop_flag=stop,
+                identity=IDENTITY,
+            )
+        except BaseException as error:
+            fault = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_end, ended, fault)
+
+    threading.Thread(target=run, name="kopf", daemon=True).start()
+    try:
+        await ended
+    finally:
+        stop.set()
+
+
+def _end(ended: "asyncio.Future[None]", fault: BaseException | None) -> None:
+    if not ended.done():
+        ended.set_exception(RuntimeError(f"the watch of RLJobs ended: {fault!r}"))

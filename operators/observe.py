@@ -1,0 +1,78 @@
+"""Puts together what a pass looks at: the RLJob from the API server itself, its children and pods from the cache.
+
+The cache may lag. Where a decision hangs on something being gone (a new attempt, a suspension), Jobs and pods are
+read from the server too: a pod that the cache does not know yet would let two attempts train at once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from operators.cache import JobKey
+from operators.cluster import CHILDREN, Cluster
+from operators.observed import Object, Observed
+from operators.spec import KIND
+
+CONTROLLER = "miles.dev/operator"
+"""The value of spec.managedBy that means us."""
+
+
+async def observe(cluster: Cluster, key: JobKey) -> Observed | None:
+    """None: there is no such RLJob, or none that concerns us. Raises ApiError."""
+    job = await cluster.get(KIND, key.namespace, key.name)
+    if job is None:
+        cluster.forget(key)
+    if job is None or not concerns_us(job):
+        return None
+    uid = job["metadata"]["uid"]
+    children, pods = cluster.cache.of(uid, CHILDREN), cluster.cache.of(uid, ["Pod"])
+    if needs_the_truth(job, children):
+        jobs = [each for each in await cluster.list_job("Job", key.namespace, uid) if _is_owned(each, uid)]
+        children = [child for child in children if child["kind"] != "Job"] + jobs
+        pods = await cluster.list_job("Pod", key.namespace, uid)
+    return Observed(
+        job=job,
+        children=children,
+        pods=pods,
+        foreign=await cluster.foreign(key, uid),
+        report=await cluster.status.report(pods),
+        events=_warnings(cluster, [*children, *pods]),
+    )
+
+
+def concerns_us(job: Object) -> bool:
+    return "deletionTimestamp" not in job["metadata"] and job["spec"].get("managedBy", CONTROLLER) == CONTROLLER
+
+
+def needs_the_truth(job: Object, children: Sequence[Object]) -> bool:
+    """Whether what the pass decides hangs on Jobs or pods being gone, or on what the pods of an ended Job say."""
+    status = job.get("status", {})
+    if "completionTime" in status:
+        return False
+    if job["spec"].get("suspend"):
+        return True
+    attempt = status.get("attempt", {})
+    trainers = [child for child in children if _is_job(child)]
+    numbers = [trainer["metadata"].get("labels", {}).get("miles.dev/attempt") for trainer in trainers]
+    if numbers != [str(attempt.get("number", 0))]:
+        return bool(trainers) or "time" in attempt
+    return any(_has_ended(trainer) for trainer in trainers)
+
+
+def _has_ended(job: Object) -> bool:
+    conditions = job.get("status", {}).get("conditions", ())
+    return any(entry["type"] in ("Complete", "Failed") and entry["status"] == "True" for entry in conditions)
+
+
+def _is_job(child: Object) -> bool:
+    return bool(child["kind"] == "Job")
+
+
+def _is_owned(child: Object, uid: str) -> bool:
+    return any(
+        owner.get("controller") and owner["uid"] == uid for owner in child["metadata"].get("ownerReferences", ())
+    )
+
+
+def _warnings(cluster: Cluster, objects: Sequence[Object]) -> list[Any]:
+    found = [warning for each in objects for warning in cluster.cache.of(each["metadata"]["uid"], ["Event"])]
+    return sorted(found, key=lambda warning: str(warning.get("lastTimestamp") or warning.get("eventTime") or ""))

@@ -1,0 +1,158 @@
+"""The status port of trainer rank 0, over HTTP: its report, and the request to checkpoint and stop.
+
+A trainer is not trusted: its answer is bounded and reduced to the fields that are known. Passes never wait long for
+one: an answer that is late is used by a later pass, and one that does not answer is left alone for a while.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import hmac
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from operators.containers import STATUS_PORT
+from operators.observed import Object
+
+LARGEST = 64 << 10  # bytes of an answer
+LONGEST = 200  # characters of a text in it, and entries of a map
+AT_ONCE = 64  # requests
+FRESH_S = 3.0
+"""An answer is used again for so long."""
+SILENT_S = 30.0
+"""After no answer, so long until the next question."""
+MOST = 10_000  # pods whose last answer is kept
+URL = f"http://{{ip}}:{STATUS_PORT}"
+
+Report = Mapping[str, Any]
+
+
+@dataclasses.dataclass
+class Question:
+    asked: float
+    task: "asyncio.Task[Report | None]"
+
+
+class StatusPort:
+    """`url`: where a pod answers, with {ip}, {namespace} and {name} of the pod. `timeout_s`: for a whole answer."""
+
+    def __init__(self, url: str = URL, timeout_s: float = 2.0):
+        self.url, self.timeout_s = url, timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._limit = asyncio.Semaphore(AT_ONCE)
+        self._questions: OrderedDict[str, Question] = OrderedDict()  # pod's uid → the last one
+
+    async def close(self) -> None:
+        for question in self._questions.values():
+            question.task.cancel()
+        if self._session is not None:
+            await self._session.close()
+
+    async def report(self, pods: Sequence[Object]) -> Report | None:
+        """What rank 0 among `pods` tells; None where none runs, or it does not answer (in time)."""
+        pod = rank_0(pods)
+        if pod is None:
+            return None
+        question = self._questions.get(pod["metadata"]["uid"])
+        if question is None or self._is_old(question):
+            question = self._ask(pod)
+        await asyncio.wait({question.task}, timeout=self.timeout_s / 4)
+        return question.task.result() if question.task.done() else None
+
+    async def pause(self, pods: Sequence[Object], token: str) -> None:
+        """Ask rank 0 to checkpoint and stop; the caller sees by its report, or by its end, whether it does."""
+        pod = rank_0(pods)
+        if pod is None:
+            return
+        try:
+            headers = {"Authorization": f"Bearer {token}"}
+            async with self._limit, self._http().post(f"{self._url(pod)}/pause", headers=headers):
+                pass
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            pass
+
+    def _ask(self, pod: Object) -> Question:
+        uid = pod["metadata"]["uid"]
+        question = Question(asyncio.get_running_loop().time(), asyncio.create_task(self._read(self._url(pod))))
+        self._questions[uid] = question
+        self._questions.move_to_end(uid)
+        while len(self._questions) > MOST:
+            self._questions.popitem(last=False)
+        return question
+
+    def _is_old(self, question: Question) -> bool:
+        if not question.task.done():
+            return False
+        silent = question.task.cancelled() or question.task.result() is None
+        return asyncio.get_running_loop().time() - question.asked > (SILENT_S if silent else FRESH_S)
+
+    async def _read(self, url: str) -> Report | None:
+        try:
+            async with self._limit, self._http().get(f"{url}/status", allow_redirects=False) as response:
+                if response.status != 200:
+                    return None
+                data = b""
+                async for chunk in response.content.iter_any():
+                    data += chunk
+                    if len(data) > LARGEST:
+                        return None
+                return checked(json.loads(data))
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError):
+            return None
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+            self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        return self._session
+
+    def _url(self, pod: Object) -> str:
+        ip = pod["status"]["podIP"]
+        metadata = pod["metadata"]
+        return self.url.format(
+            ip=f"[{ip}]" if ":" in ip else ip, namespace=metadata["namespace"], name=metadata["name"]
+        )
+
+
+def rank_0(pods: Sequence[Object]) -> Object | None:
+    """The running pod of the newest trainer attempt's first node."""
+    running = [pod for pod in pods if _is_rank_0(pod) and pod.get("status", {}).get("phase") == "Running"]
+    running = [pod for pod in running if pod["status"].get("podIP")]
+    return max(running, key=lambda pod: int(pod["metadata"]["labels"].get("miles.dev/attempt", 0)), default=None)
+
+
+def _is_rank_0(pod: Object) -> bool:
+    labels = pod["metadata"].get("labels", {})
+    index = labels.get("batch.kubernetes.io/job-completion-index")
+    return bool(labels.get("miles.dev/component") == "trainer" and index == "0")
+
+
+def bearer(key: bytes, uid: str) -> str:
+    """Who knows it may pause the trainer of the job with this uid."""
+    return hmac.new(key, uid.encode(), hashlib.sha256).hexdigest()
+
+
+def checked(told: Any) -> Report | None:
+    """The answer with only plain, finite, short values; None where it is no report at all."""
+    if not isinstance(told, Mapping) or not isinstance(told.get("phase"), str):
+        return None
+    return {str(name)[:LONGEST]: _plain(value, 2) for name, value in list(told.items())[:LONGEST]}
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if isinstance(value, bool | int) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value[:LONGEST]
+    if isinstance(value, Mapping) and depth:
+        return {str(name)[:LONGEST]: _plain(item, depth - 1) for name, item in list(value.items())[:LONGEST]}
+    if isinstance(value, list) and depth:
+        return [_plain(item, depth - 1) for item in value[:LONGEST]]
+    return None

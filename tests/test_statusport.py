@@ -1,0 +1,183 @@
+"""What the operator asks of trainer rank 0, and what it makes of the answer."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from operators import statusport
+from operators.statusport import StatusPort, bearer, checked, rank_0
+
+REPORT = {"phase": "training", "step": 3, "total_steps": 10, "tokens_per_s": {"trained": 1.5}, "version": [0, 3]}
+
+
+def pod(index: str = "0", attempt: int = 0, phase: str = "Running", ip: str | None = "10.0.0.1", **labels: str) -> Any:
+    own = {
+        "miles.dev/component": "trainer",
+        "miles.dev/attempt": str(attempt),
+        "batch.kubernetes.io/job-completion-index": index,
+    }
+    metadata = {"name": f"sums-trainer-{attempt}-{index}", "namespace": "team", "uid": f"{attempt}-{index}"}
+    return {"metadata": metadata | {"labels": own | labels}, "status": {"phase": phase, "podIP": ip}}
+
+
+class Trainer:
+    """Answers as scripted."""
+
+    def __init__(self) -> None:
+        self.answer: Any = web.json_response(REPORT)
+        self.delay_s = 0.0
+        self.asked: list[str] = []
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(f"{request.method} {request.path} {request.headers.get('Authorization', '')}".strip())
+        await asyncio.sleep(self.delay_s)
+        return self.answer() if callable(self.answer) else web.json_response(self.answer)
+
+
+@pytest.fixture
+async def trainer() -> AsyncIterator[Trainer]:
+    trainer = Trainer()
+    trainer.answer = REPORT
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", trainer.handle)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    trainer.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield trainer
+    await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def asking(url: str, timeout_s: float = 2.0) -> AsyncIterator[StatusPort]:
+    port = StatusPort(url, timeout_s)
+    try:
+        yield port
+    finally:
+        await port.close()
+
+
+async def test_the_report_of_rank_0_is_read_once_for_passes_close_together(trainer: Trainer) -> None:
+    async with asking(trainer.url) as port:
+        assert await port.report([pod("1"), pod("0")]) == REPORT
+        assert await port.report([pod("0")]) == REPORT
+    assert trainer.asked == ["GET /status"]
+
+
+async def test_the_url_names_the_pod(trainer: Trainer) -> None:
+    async with asking(trainer.url + "/{namespace}/{name}/{ip}") as port:
+        assert await port.report([pod()]) == REPORT
+    assert trainer.asked == ["GET /team/sums-trainer-0-0/10.0.0.1/status"]
+
+
+def test_an_ipv6_address_is_put_in_brackets() -> None:
+    assert StatusPort()._url(pod(ip="fd00::1")) == "http://[fd00::1]:8001"
+
+
+@pytest.mark.parametrize(
+    "pods",
+    [
+        [],
+        [pod("1")],
+        [pod(phase="Pending")],
+        [pod(phase="Failed")],
+        [pod(ip=None)],
+        [pod(**{"miles.dev/component": "rollout"})],
+    ],
+)
+async def test_where_rank_0_does_not_run_nobody_is_asked(trainer: Trainer, pods: list[Any]) -> None:
+    async with asking(trainer.url) as port:
+        assert await port.report(pods) is None
+    assert trainer.asked == []
+
+
+def test_of_two_attempts_the_newer_is_asked() -> None:
+    found = rank_0([pod(attempt=9), pod(attempt=10), pod(attempt=2)])
+    assert found is not None
+    assert found["metadata"]["name"] == "sums-trainer-10-0"
+
+
+async def test_a_late_answer_holds_up_no_pass_and_is_used_by_the_next(trainer: Trainer) -> None:
+    trainer.delay_s = 0.6
+    async with asking(trainer.url) as port:
+        began = time.monotonic()
+        first = await port.report([pod()])
+        waited_s = time.monotonic() - began
+        await asyncio.sleep(0.5)
+        assert await port.report([pod()]) == REPORT
+    assert first is None
+    assert waited_s < 0.6
+    assert trainer.asked == ["GET /status"]
+
+
+async def test_one_that_does_not_answer_is_left_alone_for_a_while(trainer: Trainer) -> None:
+    trainer.delay_s = 30
+    async with asking(trainer.url, timeout_s=0.2) as port:
+        await port.report([pod()])
+        await asyncio.sleep(0.3)
+        for _ in range(5):
+            assert await port.report([pod()]) is None
+    assert trainer.asked == ["GET /status"]
+
+
+async def test_where_nothing_listens_there_is_no_report() -> None:
+    async with asking("http://127.0.0.1:9") as port:
+        assert await port.report([pod()]) is None
+        await port.pause([pod()], "secret")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda: web.Response(text="x" * (statusport.LARGEST + 1)),
+        lambda: web.Response(text=json.dumps(REPORT), status=500),
+        lambda: web.Response(text="not json"),
+        lambda: web.Response(text="[" * 50_000),
+        lambda: web.Response(text="[]"),
+        lambda: web.Response(text='{"step": 3}'),
+        lambda: web.Response(status=302, headers={"Location": "http://169.254.169.254/"}),
+    ],
+    ids=["too large", "failed", "no JSON", "too deep", "a list", "no phase", "a redirect"],
+)
+async def test_what_is_no_report_is_none(trainer: Trainer, answer: Any) -> None:
+    trainer.answer = answer
+    async with asking(trainer.url) as port:
+        assert await port.report([pod()]) is None
+    assert len(trainer.asked) == 1
+
+
+def test_a_hostile_report_is_cut_to_plain_finite_short_values() -> None:
+    found = checked(
+        {
+            "phase": "p" * 10_000,
+            "nan": float("nan"),
+            "deep": {"a": {"b": {"c": 1}}},
+            "many": list(range(10_000)),
+            "k" * 10_000: 1,
+        }
+    )
+    assert found is not None
+    assert found["phase"] == "p" * statusport.LONGEST
+    assert found["nan"] is None
+    assert found["deep"] == {"a": {"b": None}}
+    assert found["many"] == list(range(statusport.LONGEST))
+    assert max(map(len, found)) == statusport.LONGEST
+
+
+async def test_a_pause_is_asked_for_with_the_token(trainer: Trainer) -> None:
+    async with asking(trainer.url) as port:
+        await port.pause([pod("1"), pod("0")], "secret")
+    assert trainer.asked == ["POST /pause Bearer secret"]
+
+
+def test_the_token_follows_from_key_and_uid_alone() -> None:
+    assert bearer(b"key", "uid-1") == bearer(b"key", "uid-1")
+    assert len({bearer(b"key", "uid-1"), bearer(b"key", "uid-2"), bearer(b"other", "uid-1")}) == 3
+    assert len(bearer(b"key", "uid-1")) == 64
