@@ -89,7 +89,8 @@ def render(arguments: list[str]) -> int:
     parser.add_argument("--image", default=Platform.image, help="image of containers without GPUs")
     parser.add_argument("--gpu-image", default=Platform.gpu_image, help="image of containers with GPUs")
     options = parser.parse_args(arguments)
-    platform = Platform(image=options.image, gpu_image=options.gpu_image)
+    # Applied with the user's own rights, which say what accounts pods may have.
+    platform = Platform(image=options.image, gpu_image=options.gpu_image, service_accounts=None)
     try:
         job = manifest.load_one(options.file, options.set)
         objects = children(job, run_id=options.run_id, platform=platform)

@@ -25,10 +25,11 @@ import rich.console
 
 from operators import manifest
 from operators.children import children
+from operators.figures import duration
 from operators.machine import Ports, gpu_ids
 from operators.placement import TOKEN_VARIABLE, Placement, plan
 from operators.processes import BACK_OFF, BackOff, Exit, PodSpec, Process, Supervisor, resident_memory
-from operators.progress import Display, Progress, death_notice, duration
+from operators.progress import Display, Progress, death_notice
 from operators.resolve import Platform, run_config
 from operators.runfolder import RunFolder
 from operators.spec import RLJob

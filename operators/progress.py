@@ -17,9 +17,9 @@ import rich.live
 import rich.text
 
 from operators.diagnosis import how_it_ended, likely_cause
+from operators.figures import count, duration, number, sparkline
 from operators.processes import Exit, Process
 
-BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 30
 LINE_SECONDS = 10.0
 GIB = 1 << 30
@@ -304,15 +304,6 @@ def state_words(process: Process) -> str:
     return f"{process.state} {duration(process.seconds())}{restarts}"
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """One bar per value between the smallest and the largest of them."""
-    if not values:
-        return ""
-    low, high = min(values), max(values)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in values)
-
-
 def metrics_text(metrics: Status) -> str:
     """The scores among an evaluation's numbers: "avg@4 0.250, pass@4 0.500 at step 20"."""
     scores = [f"{name} {number(value)}" for name, value in metrics.items() if "@" in name and value is not None]
@@ -329,25 +320,6 @@ def compared(improvements: Mapping[str, Status]) -> dict[str, str]:
                 interval = f"95% interval {found['low']:+.3f} to {found['high']:+.3f}"
                 texts[name] += f" ({found['difference']:+.3f}, {interval})"
     return texts
-
-
-def number(value: float) -> str:
-    return f"{value:.3f}"
-
-
-def count(value: float) -> str:
-    """ "43", "11.2k"."""
-    return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """ "4s", "3m 20s", "7h 12m"."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60}s"
-    return f"{whole // 3600}h {whole % 3600 // 60}m"
 
 
 def clock_time(seconds: float) -> str:

@@ -74,6 +74,8 @@ def test_render_prints_objects_that_kubectl_reads_back_unchanged(everything, cap
     objects = [document.value for document in documents.read(capsys.readouterr().out)]
     assert objects == children(manifest.load_one(everything), run_id="7")
     assert [item["kind"] for item in objects] == [
+        *["NetworkPolicy"] * 4,
+        "PodDisruptionBudget",
         "ConfigMap",
         "Deployment",
         "Service",

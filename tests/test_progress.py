@@ -8,9 +8,10 @@ import pytest
 import rich.console
 
 from operators.diagnosis import how_it_ended, likely_cause
+from operators.figures import duration, sparkline
 from operators.probes import Probe
 from operators.processes import Exit, Process, ProcessSpec, State
-from operators.progress import Display, Progress, death_notice, duration, metrics_text, sparkline
+from operators.progress import Display, Progress, death_notice, metrics_text
 
 STATUS: dict[str, Any] = {
     "phase": "training",

@@ -1,0 +1,35 @@
+"""Numbers and times as people read them. Pure."""
+
+from collections.abc import Sequence
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One bar per value between the smallest and the largest of them."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in values)
+
+
+def number(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def count(value: float) -> str:
+    """ "43", "11.2k"."""
+    return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """ "4s", "3m 20s", "7h 12m", "9d 3h"."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60}s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600}h {whole % 3600 // 60}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600}h"
