@@ -21,9 +21,9 @@ DEMO := runs/demo
 say := printf '\033[1m==> %s\033[0m\n'
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | awk -F'\t' '{ printf "  make %-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' Makefile | awk -F'\t' '{ printf "  make %-14s %s\n", $$1, $$2 }'
 
-setup: $(READY) ## the environment in .venv, from the hash-pinned lock (5 GB, about a minute when nothing is cached)
+setup: $(READY) ## the environment in .venv, from the hash-pinned lock (5 GB; minutes, most of them the download)
 
 $(UV):
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 with its venv module is needed." \

@@ -40,7 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = explain.nearest(command, [*COMMANDS, "run", *PIPELINE])
         print(f"miles: {command}: unknown command" + (f'; did you mean "{near}"?' if near else ""), file=sys.stderr)
         return REFUSED
-    return COMMANDS[command](rest)
+    try:
+        code = COMMANDS[command](rest)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
 
 
 def run(arguments: list[str]) -> int:

@@ -14,8 +14,13 @@ FILE_RULE = "A relative file:// URI (file://./… or file://../…) starts at th
 
 
 def explain(path: str) -> str:
-    """The text for a dotted path such as `spec.trainer.lora`. Raises ValueError for one that does not exist."""
-    steps = [step for step in path.split(".") if step]
+    """The text for a dotted path such as `spec.trainer.lora`; `trainer.lora` and `spec.rewards[0].weight` will do.
+
+    Raises ValueError for one that does not exist.
+    """
+    steps = [step for step in re.sub(r"\[[^]]*\]", "", path).split(".") if step]
+    if steps and steps[0] in schema.fields(schema.tree()["properties"]["spec"]):
+        steps.insert(0, "spec")
     node, done = schema.tree(), list[str]()
     for step in steps:
         children = schema.fields(node)

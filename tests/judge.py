@@ -26,7 +26,7 @@ def install(api: Api, definition: dict[str, Any]) -> None:
     name = definition["metadata"]["name"]
 
     def established() -> bool:
-        found = api.get("CustomResourceDefinition", name).get("status", {}).get("conditions", [])
+        found = api.get("CustomResourceDefinition", name).get("status", {}).get("conditions") or []  # null at first
         return any(item["type"] == "Established" and item["status"] == "True" for item in found)
 
     until(established, f"CustomResourceDefinition {name} is established")

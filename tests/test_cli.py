@@ -59,6 +59,18 @@ def test_broken_files_give_exit_code_2_and_no_traceback_in_a_real_process():
     }
 
 
+@pytest.mark.parametrize("path", ["trainer.lora.rank", "spec.trainer.lora.rank", ".spec.trainer[0].lora.rank"])
+def test_explain_takes_a_path_as_people_write_it(capsys, path):
+    assert cli.main(["explain", path]) == 0
+    assert "spec.trainer.lora.rank <integer>" in capsys.readouterr().out
+
+
+def test_a_reader_that_stops_early_sees_no_traceback():
+    command = f"{sys.executable} -m operators.cli explain spec | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_explain_prints_a_field_and_refuses_an_unknown_one(capsys):
     assert cli.main(["explain", "spec.trainer.lora.rank"]) == 0
     assert "one of: 1, 8, 16, 32, 64, 128, 256, 320, 512" in capsys.readouterr().out

@@ -156,7 +156,10 @@ class Reward(Model):
     name: Name
     """Name in metrics (reward/<name>/mean)."""
     function: Annotated[str, _FUNCTION] | None = None
-    """A Python function, file.py:function or module:function, called in a process of its own."""
+    """A Python function, file.py:function or module:function, called in a process of its own with those of these
+    arguments that it names, and its own `parameters`: prompt, completion, answer (texts), messages, tokens,
+    finish_reason, max_new_tokens, prompt_ids, completion_ids, set, index, and the columns of the prompt's row. Returns
+    a finite number."""
     from_: Annotated[ConfigMapSource | None, Field(alias="from")] = None
     """Where file.py of `function` comes from; needed in a cluster."""
     endpoint: Url | None = None

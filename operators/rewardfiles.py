@@ -1,0 +1,52 @@
+"""Reward functions in files of the user's, looked at before anything is started: `miles run` knows their folder."""
+
+import ast
+import os
+
+from operators.spec import RLJob
+
+
+def check(job: RLJob, folder: str) -> None:
+    """Raises ValueError, one line a fault, for a function that is not there. `folder`: that of the spec's file.
+
+    Nothing is run: a name that only running the file would define is refused, too.
+    """
+    faults = []
+    for number, reward in enumerate(job.spec.rewards):
+        if reward.function is not None and ".py:" in reward.function:
+            file, _, name = reward.function.rpartition(":")
+            fault = _fault(os.path.join(folder, file), name)
+            faults += [f'spec.rewards[{number}].function: got "{reward.function}": {fault}'] if fault else []
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+def _fault(path: str, name: str) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            module = ast.parse(file.read(), path)
+    except OSError as error:
+        return f"{path}: {error.strerror}; write the path from the folder of the job's own file"
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        return f"{path}{line}: this is not Python ({error.args[0]}); correct it"
+    known = set(_names(module.body))
+    return None if name in known or "*" in known else f"{path} defines no {name}; it has {_listed(known)}"
+
+
+def _names(body: list[ast.stmt]) -> list[str]:
+    """What the statements of a module define; * where it imports all that another has."""
+    names: list[str] = []
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(statement.name)
+        elif isinstance(statement, ast.Import | ast.ImportFrom):
+            names += [alias.asname or alias.name for alias in statement.names]
+        else:
+            names += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
+            names += [node.name for node in ast.walk(statement) if isinstance(node, ast.FunctionDef)]
+    return names
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:10]) or "no functions"
