@@ -10,7 +10,6 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 
 from tests import controlplane
@@ -41,27 +40,18 @@ def build() -> dict[str, str]:
 
 
 def load(node: Node, images: dict[str, str]) -> None:
-    """Make the node's images by these names the built ones. Layers that it has are not sent again."""
+    """Make the node's images by these names the built ones; what they were before is forgotten."""
     for name, identity in images.items():
-        wanted, known = f"docker.io/library/{name}", f"localhost/built:{identity}"
-        if known not in node.images():
-            layout = _storage() / "layout"  # whose layers are written once, too
-            (layout / "index.json").unlink(missing_ok=True)
-            _buildah("push", "--disable-compression", identity, f"oci:{layout}:{known}")
+        wanted, prefix = f"docker.io/library/{name}", f"localhost/{name}-"
+        before = {each for each in node.images() if each.startswith(prefix)}
+        if prefix + identity not in before:
             with tempfile.TemporaryDirectory(dir=_storage()) as folder:
-                node.load(_archive(layout, node.blobs(), pathlib.Path(folder, "image.tar")))
-        node.tag(known, wanted)
-
-
-def _archive(layout: pathlib.Path, known: set[str], archive: pathlib.Path) -> pathlib.Path:
-    """An OCI archive of the layout without the blobs whose digests are known."""
-    with tarfile.open(archive, "w") as tar:
-        for file in ("oci-layout", "index.json"):
-            tar.add(layout / file, file)
-        for blob in (layout / "blobs/sha256").iterdir():
-            if f"sha256:{blob.name}" not in known:
-                tar.add(blob, f"blobs/sha256/{blob.name}")
-    return archive
+                archive = pathlib.Path(folder, "image.tar")
+                _buildah("push", identity, f"docker-archive:{archive}:{prefix}{identity}")
+                node.load(archive)
+        node.tag(prefix + identity, wanted)
+        for old in before - {prefix + identity}:
+            node.forget(old, f"sha256:{old.removeprefix(prefix)}")
 
 
 def _base() -> str:
@@ -86,7 +76,7 @@ def _build(name: str, file: str, base: str) -> str:
     print(f"image {name}", file=sys.stderr, flush=True)
     options = ["--layers", "--network=host", f"--volume={CERTIFICATES}:{CERTIFICATES}:ro", f"--build-arg=BASE={base}"]
     _buildah("build", *options, "--pull=false", f"--tag={name}", f"--file={ROOT}/images/{file}", str(ROOT))
-    return _buildah("images", "--quiet", "--no-trunc", name).split()[0].removeprefix("sha256:")[:32]
+    return _buildah("images", "--quiet", "--no-trunc", name).split()[0].removeprefix("sha256:")
 
 
 def _works(*arguments: str) -> bool:

@@ -47,16 +47,16 @@ class Node(controlplane.ControlPlane):
     def images(self) -> set[str]:
         return set(self._ctr("images", "list", "--quiet").split())
 
-    def blobs(self) -> set[str]:
-        """Digests of the layers and descriptions that it has."""
-        return set(self._ctr("content", "list", "--quiet").split())
-
     def load(self, archive: pathlib.Path) -> None:
-        """Import a Docker or OCI archive (the 6 GB of the data plane: a minute and a half)."""
+        """Import a Docker or OCI archive (the 6 GB of the data plane: minutes)."""
         self._ctr("images", "import", str(archive))
 
     def tag(self, name: str, alias: str) -> None:
         self._ctr("images", "tag", "--force", name, alias)
+
+    def forget(self, *names: str) -> None:
+        """Layers that no other image has go with them."""
+        self._ctr("images", "remove", *(self.images() & set(names)))
 
     def _ctr(self, *arguments: str) -> str:
         return ctr(self.folder, *arguments)
