@@ -11,6 +11,7 @@ from operators.cache import JobKey
 from operators.cluster import CHILDREN, Cluster
 from operators.observed import Object, Observed
 from operators.spec import KIND
+from operators.statusport import last_words
 
 CONTROLLER = "miles.dev/operator"
 """The value of spec.managedBy that means us."""
@@ -34,7 +35,7 @@ async def observe(cluster: Cluster, key: JobKey) -> Observed | None:
         children=children,
         pods=pods,
         foreign=await cluster.foreign(key, uid),
-        report=await cluster.status.report(pods),
+        report=await cluster.status.report(pods) or last_words(pods),
         events=_warnings(cluster, [*children, *pods]),
     )
 

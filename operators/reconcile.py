@@ -128,6 +128,8 @@ def _settled(here: Situation, decision: Decision, platform: Platform) -> Plan:
         told = health.facts(here, decision, status, ())
     else:
         assert decision.cause is not None
+        if decision.ended == "Complete":
+            status = training.concluded(here, status, platform)
         told = _ended(here, decision.ended, decision.cause)
     status = _told(here, status, told)
     return Plan(status=_changed(here.observed, here.status, status), events=_events(here, status), again=AT_ONCE)

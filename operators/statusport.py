@@ -27,6 +27,8 @@ FRESH_S = 3.0
 SILENT_S = 30.0
 """After no answer, so long until the next question."""
 MOST = 10_000  # pods whose last answer is kept
+REPORT_PREFIX = "report: "
+"""Of the line in the termination message; see pipeline.termination."""
 URL = f"http://{{ip}}:{STATUS_PORT}"
 
 Report = Mapping[str, Any]
@@ -117,6 +119,25 @@ class StatusPort:
         return self.url.format(
             ip=f"[{ip}]" if ":" in ip else ip, namespace=metadata["namespace"], name=metadata["name"]
         )
+
+
+def last_words(pods: Sequence[Object]) -> Report | None:
+    """The report that rank 0 of a trainer that is complete has left in its termination message, if it has."""
+    for pod in filter(_is_rank_0, pods):
+        for container in pod.get("status", {}).get("containerStatuses") or ():
+            ended = container.get("state", {}).get("terminated") or {}
+            if ended.get("exitCode") == 0:
+                for line in str(ended.get("message") or "").splitlines():
+                    if line.startswith(REPORT_PREFIX):
+                        return _parsed(line.removeprefix(REPORT_PREFIX))
+    return None
+
+
+def _parsed(text: str) -> Report | None:
+    try:
+        return checked(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
 
 
 def rank_0(pods: Sequence[Object]) -> Object | None:

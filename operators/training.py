@@ -25,18 +25,30 @@ def updated(here: Situation, status: RLJobStatus, platform: Platform) -> RLJobSt
         progress = f"{before.step}/{total}"
         training = before.model_copy(update={"total_steps": total, "progress": progress})
         return status.model_copy(update={"training": training})
-    step, version = int(report.get("step") or 0), report.get("version")
-    advanced = step > before.step
+    step = int(report.get("step") or 0)
     fresh = before.last_progress_time is not None and here.seconds_since(before.last_progress_time) < REFRESH_S
-    if before.progress and (step == before.step or (advanced and fresh)):
+    if before.progress and (step == before.step or (step > before.step and fresh)):
         return _checkpointed(here, status, platform)
-    eta = report.get("eta_s")
+    return _told(here, status, report, platform)
+
+
+def concluded(here: Situation, status: RLJobStatus, platform: Platform) -> RLJobStatus:
+    """`status` of a job that is complete, with the last report, however short ago the one before was."""
+    report, total = here.observed.report, here.job.spec.algorithm.total_steps
+    if report is None or report.get("step") != total:
+        return status
+    return _told(here, status, report, platform)
+
+
+def _told(here: Situation, status: RLJobStatus, report: Report, platform: Platform) -> RLJobStatus:
+    before, total = here.status.training, here.job.spec.algorithm.total_steps
+    step, version, eta = int(report.get("step") or 0), report.get("version"), report.get("eta_s")
     training = TrainingStatus(
         step=step,
         total_steps=total,
         progress=f"{step}/{total}",
         policy_version=f"t{version[0]}-s{version[1]}" if version else before.policy_version,
-        last_progress_time=timestamp(here.now) if advanced else before.last_progress_time,
+        last_progress_time=timestamp(here.now) if step > before.step else before.last_progress_time,
         eta_seconds=None if eta is None else max(0, int(eta)),
     )
     status = status.model_copy(update={"training": training, "metrics": list(_metrics(report))})

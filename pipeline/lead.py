@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from pipeline import checkpoint, metrics, output, status, weights
+from pipeline import checkpoint, metrics, output, status, termination, weights
 from pipeline.clock import Clock
 from pipeline.config import RunConfig
 from pipeline.coordinator import Coordinator
@@ -124,6 +124,7 @@ class Lead:
         delivered = await self._deliver(version)
         await self._summarise(version, delivered)
         self.phase = "complete"
+        termination.conclude(status.finite(self.status()))
         self.recorder.close()
 
     async def _deliver(self, final: Version) -> Version | None:

@@ -5,8 +5,11 @@ MILES_TERMINATION_LOG names, else /dev/termination-log where Kubernetes mounts o
 that file, so the first line in it is the first cause; the kubelet keeps its last 4096 bytes.
 """
 
+import json
 import os
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 COMPLETE = 0
 """total_steps reached and the stop record written; nothing else exits with it."""
@@ -21,6 +24,8 @@ FENCED = 5
 FILE_VARIABLE = "MILES_TERMINATION_LOG"
 KUBERNETES_FILE = "/dev/termination-log"
 STOPPED_PREFIX = "stopped on request"
+REPORT_PREFIX = "report: "
+REPORT_LIMIT = 3000  # bytes, with those of earlier lines below the kubelet's 4096
 LINE_LIMIT = 1000  # bytes a rank may take of the kubelet's 4096
 
 
@@ -45,6 +50,19 @@ def report(message: str) -> None:
         os.write(descriptor, line.encode()[:LINE_LIMIT] + b"\n")
     finally:
         os.close(descriptor)
+
+
+def conclude(report: Mapping[str, Any]) -> None:
+    """Leave the last report of a run that is complete to whoever reads the termination message: nobody may have asked
+    for it in the seconds between the last step and the end. Of a long one only what is a plain value."""
+    file = path()
+    if file is None:
+        return
+    line = REPORT_PREFIX + json.dumps(report)
+    if len(line) > REPORT_LIMIT:
+        line = REPORT_PREFIX + json.dumps({k: v for k, v in report.items() if not isinstance(v, Mapping)})
+    with open(file, "a", encoding="utf-8") as stream:
+        stream.write(line[:REPORT_LIMIT] + "\n")
 
 
 def clear() -> None:

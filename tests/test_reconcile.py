@@ -374,6 +374,19 @@ def complete(story: Story) -> None:
     story.run_trainer(phase="Succeeded", conditions=[])
 
 
+def test_a_complete_job_tells_of_its_last_step_even_if_nobody_asked_in_time() -> None:
+    story = Story()
+    story.look()
+    story.train(step=198)
+    story.report = {"phase": "complete", "step": 200, "version": [1, 200], "reward_mean": 0.9, "checkpoint_step": 200}
+    complete(story)
+    story.look(1)
+    training = story.status["training"]
+    assert (training["progress"], training["policyVersion"]) == ("200/200", "t1-s200")
+    assert story.status["lastCheckpoint"]["step"] == 200
+    assert {"name": "reward/mean", "value": "0.9"} in story.status["metrics"]
+
+
 def test_completion_is_written_first_then_workers_go(story):
     complete(story)
     plan = story.look()

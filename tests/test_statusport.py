@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from operators import statusport
-from operators.statusport import StatusPort, bearer, checked, rank_0
+from operators.statusport import StatusPort, bearer, checked, last_words, rank_0
 
 REPORT = {"phase": "training", "step": 3, "total_steps": 10, "tokens_per_s": {"trained": 1.5}, "version": [0, 3]}
 
@@ -181,3 +181,30 @@ def test_the_token_follows_from_key_and_uid_alone() -> None:
     assert bearer(b"key", "uid-1") == bearer(b"key", "uid-1")
     assert len({bearer(b"key", "uid-1"), bearer(b"key", "uid-2"), bearer(b"other", "uid-1")}) == 3
     assert len(bearer(b"key", "uid-1")) == 64
+
+
+def ended(message: str, code: int = 0, **place: Any) -> Any:
+    found = pod(**place, phase="Succeeded" if code == 0 else "Failed")
+    found["status"]["containerStatuses"] = [{"state": {"terminated": {"exitCode": code, "message": message}}}]
+    return found
+
+
+def test_a_trainer_that_is_complete_leaves_its_last_report_behind() -> None:
+    line = f"a warning\nreport: {json.dumps(REPORT)}\n"
+    assert last_words([pod(index="1"), ended(line)]) == REPORT
+
+
+@pytest.mark.parametrize(
+    "pods",
+    [
+        [],
+        [pod()],
+        [ended("")],
+        [ended("report: {")],
+        [ended("report: [1]")],
+        [ended(f"report: {json.dumps(REPORT)}", code=1)],
+        [ended(f"report: {json.dumps(REPORT)}", index="1")],
+    ],
+)
+def test_anything_else_in_a_termination_message_is_no_report(pods: Any) -> None:
+    assert last_words(pods) is None
