@@ -82,7 +82,7 @@ test-slow: $(READY) control-plane | $(MODELS) ## tests with real vLLM, torchrun,
 	@timeout --signal=INT --kill-after=60 $(SLOW_LIMIT_S) $(BIN)/pytest -m "slow and not chaos" --durations=15
 
 e2e: $(READY) | $(MODELS) ## the whole stack in real pods of a Kubernetes node on this machine: images, operator, job (root)
-	@$(say) "e2e: about ten minutes on two cores; the first time half an hour more, for Kubernetes and images"
+	@$(say) "e2e: about seven minutes on two cores; images after a change 3 to 7 more, the first time half an hour"
 	@$(BIN)/pytest -m e2e tests/test_e2e.py -s --durations=0
 
 chaos: $(READY) | $(MODELS) ## kill -9 of every process at random moments, twenty seeds

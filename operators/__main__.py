@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ import socket
 from operators import telemetry
 from operators.cache import Cache
 from operators.cluster import ApiError, Cluster, load_configuration
-from operators.controller import Controller
+from operators.controller import LEASE, Controller
 from operators.election import Election, LeaseLost
 from operators.liveness import Health
 from operators.reconcile import reconcile
@@ -66,12 +67,21 @@ async def serve(options: argparse.Namespace) -> None:
         cluster = Cluster(await load_configuration(), Cache(), status, metrics.counted)
         stack.push_async_callback(cluster.close)
         await stack.enter_async_context(telemetry.serving(metrics, options.port))
-        election = Election(cluster, own, identity, ApiError, lambda: health.beat("Lease"))
+        election = Election(cluster, own, identity, ApiError, lambda: health.beat(LEASE))
         namespaces = () if options.all_namespaces else options.namespace
-        controller = Controller(
-            cluster, reconcile, platform, health, metrics, namespaces, options.workers, election.holds
-        )
-        await election.run(lambda: controller.lead(own), stop)
+
+        async def lead() -> None:
+            cluster.cache = Cache()
+            controller = Controller(
+                cluster, reconcile, platform, health, metrics, namespaces, options.workers, election.holds
+            )
+            await controller.lead(own)
+
+        while not stop.is_set():
+            try:
+                await election.run(lead, stop)
+            except LeaseLost as error:
+                logging.getLogger("operators").warning(f"stands by again: {error}")
 
 
 def main() -> None:
@@ -79,7 +89,7 @@ def main() -> None:
     telemetry.log_json(options.log_level)
     try:
         asyncio.run(serve(options))
-    except (ValueError, LeaseLost) as error:
+    except ValueError as error:
         raise SystemExit(f"operators: {error}") from None
 
 

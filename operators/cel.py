@@ -59,8 +59,12 @@ def _quoted(text: str) -> str:
 
 _NAME = schema.at(("metadata", "name")) or {}
 _GPU = _quoted(GPU)
-_STORE = "(self.store.uri.endsWith('/') ? self.store.uri : self.store.uri + '/')"
 _ONLY_GENERATORS = "self.data.sets.all(s, !has(s.uri) || has(s.generator))"
+
+
+def _within(uri: str, folder: str) -> str:
+    """CEL: `uri` is the folder, or lies in it."""
+    return f"({uri} + '/').startsWith({folder}.endsWith('/') ? {folder} : {folder} + '/')"
 
 
 def _set_name(item: str) -> str:
@@ -184,8 +188,20 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ".output.what",
         ),
         Rule(
-            f"!has(self.output) || !(self.output.uri + '/').startsWith({_STORE})",
+            f"!has(self.output) || !{_within('self.output.uri', 'self.store.uri')}",
             "must lie outside store.uri, whose folders belong to runs",
+            ".output.uri",
+        ),
+        Rule(
+            f"!has(self.output) || {_within('self.output.uri', 'self.store.uri')} || "
+            f"!{_within('self.store.uri', 'self.output.uri')}",
+            "must not hold store.uri; write the model beside it",
+            ".output.uri",
+        ),
+        Rule(
+            f"!has(self.output) || !({_within('self.output.uri', 'self.model.uri')} || "
+            f"{_within('self.model.uri', 'self.output.uri')})",
+            "must lie apart from model.uri, which is only read",
             ".output.uri",
         ),
     ),
@@ -194,6 +210,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "!self.trustRemoteCode || !self.uri.startsWith('hf://') || has(self.revision)",
             "name the commit whose code may run: add model.revision",
             ".trustRemoteCode",
+        ),
+        Rule(
+            "!has(self.revision) || !self.uri.startsWith('file://')",
+            "a folder has no revisions; remove it, or name the folder of that revision",
+            ".revision",
         ),
     ),
     "spec.data.sets": _SETS,

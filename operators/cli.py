@@ -1,17 +1,22 @@
 """The command `miles` (and `kubectl miles`): validate, explain and render here, the others where their work is done."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
+try:
+    import yaml
 
-from operators import explain, manifest, rules
-from operators.children import children
-from operators.resolve import Platform
+    from operators import explain, manifest, rules
+    from operators.children import children
+    from operators.resolve import Platform
+except KeyboardInterrupt:  # this takes a second, in which Ctrl-C may come
+    sys.exit(130)
 
+INTERRUPTED = 130
 REFUSED = 2  # exit code for what the user must mend
 PIPELINE = ("report",)
 """Commands that need the data plane's packages: `python -m pipeline.<command>`."""
@@ -27,7 +32,29 @@ USAGE = """usage: miles COMMAND …
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # where the terminal's encoding lacks a letter
+    code = 0
+    try:
+        code = dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        _discard_output()
+    except OSError as error:
+        _discard_output()
+        print(f"miles: cannot write the output: {error.strerror or error}", file=sys.stderr)
+        return code or 1
+    return code
+
+
+def _discard_output() -> None:
+    """What is still to be written would fail again when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def dispatch(arguments: list[str]) -> int:
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if command in ("-h", "--help", "help"):
         print(USAGE)
@@ -40,13 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = explain.nearest(command, [*COMMANDS, "run", *PIPELINE])
         print(f"miles: {command}: unknown command" + (f'; did you mean "{near}"?' if near else ""), file=sys.stderr)
         return REFUSED
-    try:
-        code = COMMANDS[command](rest)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return code
+    return COMMANDS[command](rest)
 
 
 def run(arguments: list[str]) -> int:

@@ -31,6 +31,8 @@ CHECK_S = 60.0
 RESYNC_S = 600.0
 """Every job is looked at so often, whatever happens."""
 START_LIMIT_S = 60.0
+LEASE = "Lease"
+"""The source of health that a replica has whether it leads or not."""
 logger = logging.getLogger(__name__)
 
 Reconcile = Callable[[Observed, datetime.datetime, Platform], Plan]
@@ -71,6 +73,15 @@ class Controller:
         """Runs until cancelled. `namespace`: the operator's own."""
         self.health.filling = True
         self.telemetry.leading.set(1)
+        try:
+            await self._lead(namespace)
+        finally:
+            self.health.filling = False
+            self.health.stalled_s = lambda: 0.0
+            self.health.forget(LEASE)
+            self.telemetry.leading.set(0)
+
+    async def _lead(self, namespace: str) -> None:
         await self._wait_for_definition()
         await self.cluster.load_key(namespace)
         async with asyncio.TaskGroup() as group:

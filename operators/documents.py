@@ -30,6 +30,7 @@ _ODD_FLOAT = {
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INTEGER = re.compile(r"([-+]?)(?:0[xX]([0-9a-fA-F]+)|0[bB]([01]+)|0[oO]?([0-7]+)|(0|[1-9][0-9]*))")
 _BASES = (16, 2, 8, 10)
+_LONGEST_INTEGER = 20  # decimal digits of 2 ** 64
 _DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt ].*)?")
 
 
@@ -88,7 +89,7 @@ def _refuse_what_kubectl_cannot_split(text: str) -> None:
     if text.lstrip().startswith("{"):
         try:
             json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Unreadable("kubectl takes a file that begins with { for JSON; put --- above it") from None
     for number, line in enumerate(text.split("\n"), 1):
         if line.startswith("---") and line[3:].strip()[:1] not in ("", "#"):
@@ -118,7 +119,7 @@ def scalar(text: str) -> bool | int | float | str | None:
 
 def _integer(text: str) -> int | None:
     match = _INTEGER.fullmatch(text)
-    if match is None:
+    if match is None or len(match[5] or "") > _LONGEST_INTEGER:
         return None
     value = next(int(digits, base) for digits, base in zip(match.groups()[1:], _BASES, strict=True) if digits)
     value = -value if match[1] == "-" else value

@@ -60,12 +60,15 @@ TABLE: dict[str, tuple[Effect, str]] = {
 
 def effect(path: schema.Path) -> Effect | None:
     """What a change of the field means; None for one that has no row of its own and is not below one."""
+    found = row(path)
+    return found[0] if found else None
+
+
+def row(path: schema.Path) -> tuple[Effect, str] | None:
+    """The row that counts for the field: the longest that it is or lies below."""
     names = [step for step in path if isinstance(step, str)]
-    for length in range(len(names), 1, -1):
-        row = TABLE.get(".".join(names[:length]))
-        if row is not None:
-            return row[0]
-    return None
+    rows = (TABLE.get(".".join(names[:length])) for length in range(len(names), 1, -1))
+    return next((found for found in rows if found is not None), None)
 
 
 def digest(job: RLJob) -> str:

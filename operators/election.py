@@ -66,6 +66,7 @@ class Election:
         finally:
             leading.cancel()
             await asyncio.wait({leading}, timeout=STEP_DOWN_S)
+            assert leading.done(), "what a leader began does not end; another must not begin beside it"
             await self._give_back()
         if leading.done() and not leading.cancelled():
             leading.result()

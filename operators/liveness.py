@@ -27,8 +27,9 @@ class Health:
         """`source` gave a sign of life."""
         self._heard[source] = self._clock()
 
-    def forget(self, source: str) -> None:
-        self._heard.pop(source, None)
+    def forget(self, *but: str) -> None:
+        """Nothing is expected any more of other sources than these."""
+        self._heard = {source: heard for source, heard in self._heard.items() if source in but}
 
     def ages(self) -> dict[str, float]:
         """Seconds since the last sign of each source."""

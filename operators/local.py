@@ -123,7 +123,11 @@ class Run:
         self.signalled = asyncio.Event()
 
     async def execute(self) -> int:
-        self.placement = self.place()
+        try:
+            self.placement = self.place()
+        except ValueError:
+            self.folder.release()
+            raise
         supervisor = Supervisor(self.folder.lock, self.back_off, self.announce)
         with self.display:
             async with supervisor, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(STATUS_TIMEOUT)) as self.http:
@@ -135,6 +139,8 @@ class Run:
                 await supervisor.stop_all()
                 self.watcher.cancel()
         self.ports.close()
+        if outcome.code == REFUSED and not self.progress.step:
+            self.folder.release()
         self.conclude(outcome)
         return outcome.code
 
@@ -329,14 +335,32 @@ class Run:
     def conclude(self, outcome: Outcome) -> None:
         """The last lines on the screen: how it ended, what was achieved, where things are."""
         config = run_config(self.job, self.folder.run_id, self.platform)
-        self.display.say(f"{self.job.metadata.name}: {outcome.text}")
+        final, already = self.folder.summary(), None
+        if outcome.code == COMPLETE:
+            already = complete_already(final, self.folder.earlier, self.job.spec.algorithm.total_steps)
+        if already:  # the figures are those of the training
+            final |= {name: value for name, value in self.folder.earlier.items() if not final.get(name)}
+        self.display.say(f"{self.job.metadata.name}: {already or outcome.text}")
         rows = [("logs", f"{self.folder.shown}/logs")]
         if outcome.code != REFUSED:
-            rows += [*self.progress.summary(self.folder.summary()), ("store", config.store.uri)]
+            rows += [*self.progress.summary(final), ("store", config.store.uri)]
             rows.append(("report", f"miles report {self.folder.shown}"))
         if config.output is not None and outcome.code == COMPLETE:
             rows.append(("model", config.output.uri))
         self.display.say("\n".join(f"  {label:<10} {text}" for label, text in rows))
+
+
+def complete_already(final: Mapping[str, Any], earlier: Mapping[str, Any], total: int) -> str | None:
+    """That nothing was left to train, in words; None where something was. final, earlier: summaries of the trainer
+    in this run of the command and in one before it, {} if there is none."""
+    steps = final.get("steps")
+    if steps is None:
+        return None
+    if steps > total:
+        return f"complete already, nothing was trained: {steps} steps are done, spec.algorithm.totalSteps is {total}"
+    if steps == earlier.get("steps"):
+        return "complete already, nothing was trained; for more steps, raise spec.algorithm.totalSteps"
+    return None
 
 
 def status_url(pod: PodSpec) -> str | None:

@@ -5,7 +5,7 @@ job.yaml:14: spec.algorithm.learningRate: got 1e-6 (number): rates are strings; 
 
 import dataclasses
 import json
-import pathlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -118,7 +118,8 @@ def _unknown_status(value: Any) -> Iterator[tuple[Path, str, Node]]:
 
 def _documents(file: str) -> list[Document]:
     try:
-        data = pathlib.Path(file).read_bytes()[: LARGEST_FILE + 1]
+        with open(file, "rb") as opened:
+            data = opened.read(LARGEST_FILE + 1)
         return read(data.decode())
     except OSError as error:
         raise Invalid([f"{file}: {error.strerror or error}"]) from None
@@ -199,7 +200,7 @@ def _retype(given: Any, node: Node, written: str | None) -> str:
         quoted = json.dumps(written if written is not None else str(given))
         is_rate = "decimal number" in node.get("remedy", "")
         return ("rates are strings; " if is_rate else "must be a string; ") + f"quote it: {quoted}"
-    if isinstance(given, str) and kind == "integer" and given.strip().lstrip("-").isdigit():
+    if isinstance(given, str) and kind == "integer" and re.fullmatch("-?[0-9]{1,19}", given.strip()):
         return f"write it without quotes: {given.strip()}"
     if isinstance(given, str) and kind == "boolean" and given.lower() in ("true", "false"):
         return f"write it without quotes: {given.lower()}"

@@ -7,6 +7,9 @@ from typing import Any
 
 from operators import documents, schema
 
+POSITION = re.compile("[0-9]{1,9}")
+"""Of an item in a list."""
+
 
 def apply(value: Any, setting: str) -> Any:
     """A copy of the object `value` with one field set: "spec.data.sets[0].weight=2" (or sets.0.weight).
@@ -16,7 +19,8 @@ def apply(value: Any, setting: str) -> Any:
     name, equals, text = setting.partition("=")
     path = parse_path(name)
     if not equals or len(path) < 2 or path[0] not in ("spec", "metadata"):
-        raise ValueError(f"--set {setting}: write spec.field=value, such as spec.algorithm.totalSteps=20")
+        raise ValueError(f"--set {_on_one_line(setting)}: write spec.field=value, such as spec.algorithm.totalSteps=20")
+    setting = _on_one_line(setting)
     changed = copy.deepcopy(value)
     parent = changed
     for step, below in itertools.pairwise(path):
@@ -43,7 +47,7 @@ def child(parent: Any, step: str | int, below: str | int, setting: str) -> Any:
 
 def parse_path(name: str) -> schema.Path:
     """ "spec.data.sets[0].weight" → ("spec", "data", "sets", 0, "weight")."""
-    return tuple(int(step) if step.isdigit() else step for step in re.split(r"[.\[\]]+", name) if step)
+    return tuple(int(step) if POSITION.fullmatch(step) else step for step in re.split(r"[.\[\]]+", name) if step)
 
 
 def typed(text: str, path: schema.Path) -> Any:
@@ -51,8 +55,15 @@ def typed(text: str, path: schema.Path) -> Any:
     node = schema.at(path) or {}
     if node.get("type") == "string" or not text:
         return text
+    shown = _on_one_line(f"{schema.dotted(path)}={text}")
     try:
-        found = documents.read(text)
+        found = documents.read(f"---\n{text}")  # below ---, what begins with { may be YAML
     except documents.Unreadable as error:
-        raise ValueError(f"--set {schema.dotted(path)}={text}: {error}") from None
+        raise ValueError(f"--set {shown}: {error}") from None
+    if len(found) > 1:
+        raise ValueError(f"--set {shown}: there are {len(found)} YAML documents; write one value")
     return found[0].value if found else None
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())

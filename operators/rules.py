@@ -61,6 +61,8 @@ def _model(job: RLJob) -> Iterator[Broken]:
     model = job.spec.model
     if model.trust_remote_code and model.uri.startswith("hf://") and model.revision is None:
         yield ("spec", "model", "trustRemoteCode"), "name the commit whose code may run: add model.revision"
+    if model.revision is not None and model.uri.startswith("file://"):
+        yield ("spec", "model", "revision"), "a folder has no revisions; remove it, or name the folder of that revision"
 
 
 def _prompt_sets(path: Path, sets: Sequence[PromptSource]) -> Iterator[Broken]:
@@ -180,8 +182,17 @@ def _output(job: RLJob) -> Iterator[Broken]:
         return
     if output.what == "best" and not job.spec.evaluation.sets:
         yield ("spec", "output", "what"), "the best version is known by evaluation; add evaluation.sets"
-    if f"{output.uri}/".startswith(store.uri if store.uri.endswith("/") else f"{store.uri}/"):
+    if _within(output.uri, store.uri):
         yield ("spec", "output", "uri"), "must lie outside store.uri, whose folders belong to runs"
+    elif _within(store.uri, output.uri):
+        yield ("spec", "output", "uri"), "must not hold store.uri; write the model beside it"
+    if _within(output.uri, job.spec.model.uri) or _within(job.spec.model.uri, output.uri):
+        yield ("spec", "output", "uri"), "must lie apart from model.uri, which is only read"
+
+
+def _within(uri: str, folder: str) -> bool:
+    """Whether `uri` is the folder, or lies in it."""
+    return f"{uri}/".startswith(folder if folder.endswith("/") else f"{folder}/")
 
 
 def _resources(path: Path, resources: Resources) -> Iterator[Broken]:

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import time
@@ -23,12 +24,19 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from operators import edits, schema
 from operators.placement import Placement
 from operators.spec import RLJob
 
 LOCK_SECONDS = 60.0
 """How long the processes of a killed run may take to end before a new one gives up."""
-IMMUTABLE = (("metadata", "name"), ("spec", "model", "uri"), ("spec", "store", "uri"), ("spec", "algorithm", "type"))
+IDENTITY = {
+    ("metadata", "name"): "the run's place in the store is named after it",
+    ("metadata", "namespace"): "the run's place in the store is named after it",
+}
+"""Field → why it stays what it is while a run goes on, beside those of `operators.edits`."""
+OTHER_FOLDER = "choose another folder with --run-dir"
+LONGEST_VALUE = 60  # in a message
 
 
 class RunFolder:
@@ -39,6 +47,8 @@ class RunFolder:
         self.path = pathlib.Path(path).absolute()
         self.say = say
         self._summary = self.path / "summary.json"
+        self.earlier: dict[str, Any] = {}
+        """The summary of an earlier run of the command that came to the end."""
 
     def __enter__(self) -> "RunFolder":
         for name in ("logs", "termination", "volumes"):
@@ -46,13 +56,14 @@ class RunFolder:
         self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             self._acquire()
+            self._is_new = not (self.path / "run-id").exists()
+            self.run_id = self._once("run-id", str(uuid.uuid4()))
         except BaseException:
             os.close(self.lock)
             raise
         os.ftruncate(self.lock, 0)
         os.pwrite(self.lock, f"{os.getpid()}\n".encode(), 0)
-        self._summary.unlink(missing_ok=True)
-        self.run_id = self._once("run-id", str(uuid.uuid4()))
+        self.earlier, self._earlier_change = self._read_summary(), self._summary_change()
         # Short, since sockets are made in it and their paths may have no more than 107 bytes.
         self.scratch = pathlib.Path(tempfile.gettempdir(), f"miles-{self.run_id[:13]}")
         shutil.rmtree(self.scratch, ignore_errors=True)
@@ -89,22 +100,53 @@ class RunFolder:
         return False
 
     def claim(self, job: RLJob) -> None:
-        """Keep what is run here. Raises ValueError where this folder's run is of another job, model or store."""
+        """Keep what is run here. Raises ValueError where the folder's run cannot go on as this job; nothing has been
+        changed then. A stopped run takes the edits that a suspended job takes."""
         content = json.loads(job.model_dump_json(by_alias=True, exclude_none=True))
         file = self.path / "rljob.json"
-        before = json.loads(file.read_text()) if file.exists() else content
-        for path in IMMUTABLE:
-            if dig(before, path) != dig(content, path):
+        self._before = self._kept_job(file) if file.exists() else None
+        old, new = bound(content if self._before is None else self._before), bound(content)
+        for path, (_, why) in (old | new).items():
+            if old.get(path) != new.get(path):
+                got, kept = _shown(new.get(path, [None])[0]), _shown(old.get(path, [None])[0])
                 raise ValueError(
-                    f"{'.'.join(path)}: differs from the run in {self.path}, which can only be resumed with the same "
-                    "one; choose another folder with --run-dir"
+                    f"{schema.dotted(path)}: got {got}, but the run in {self.shown} has {kept} and cannot change it: "
+                    f"{why}; write what it has, or {OTHER_FOLDER}"
                 )
         self._write(file, json.dumps(content, indent=2))
+
+    def release(self) -> None:
+        """Undo `claim`, for a job that was refused before its first step: mended, it may differ in any field."""
+        file = self.path / "rljob.json"
+        if self._before is None:
+            file.unlink(missing_ok=True)
+        else:
+            self._write(file, json.dumps(self._before, indent=2))
+        if self._is_new:  # what lies in the store under this id belongs to nobody
+            (self.path / "run-id").unlink(missing_ok=True)
+
+    def _kept_job(self, file: pathlib.Path) -> dict[str, Any]:
+        try:
+            found = json.loads(file.read_text())
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"{self.shown}/{file.name}: not the JSON of a job, so what ran here is unknown; "
+                f"restore the file, or {OTHER_FOLDER}"
+            )
+        return found
 
     def next_attempt(self) -> int:
         """0 for the first. Counted before the attempt starts, so that no number is ever used twice."""
         file = self.path / "attempt"
-        attempt = int(file.read_text()) + 1 if file.exists() else 0
+        text = file.read_text(errors="replace").strip() if file.exists() else None
+        if text is not None and not re.fullmatch("[0-9]{1,9}", text):
+            raise ValueError(
+                f"{self.shown}/{file.name}: got {_shown(text)}, where the number of the newest attempt should stand; "
+                f'write the "attempt" of {self.shown}/run.json into it, or {OTHER_FOLDER}'
+            )
+        attempt = 0 if text is None else int(text) + 1
         self._write(file, f"{attempt}\n")
         return attempt
 
@@ -119,17 +161,33 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any]:
         """What the trainer says of the finished run; {} where it has not finished in this run of the command."""
+        return {} if self._summary_change() == self._earlier_change else self._read_summary()
+
+    def _read_summary(self) -> dict[str, Any]:
         try:
             found = json.loads(self._summary.read_text())
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
 
+    def _summary_change(self) -> tuple[int, int] | None:
+        """What differs once the summary has been written again; None: there is none."""
+        try:
+            found = self._summary.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
     def _once(self, name: str, text: str) -> str:
         file = self.path / name
         if not file.exists():
             self._write(file, f"{text}\n")
-        return file.read_text().strip()
+        kept = file.read_text(errors="replace").strip()
+        if not re.fullmatch("[-0-9A-Za-z]{1,63}", kept):
+            raise ValueError(
+                f"{self.shown}/{name}: got {_shown(kept)}, which is no run id; restore it, or {OTHER_FOLDER}"
+            )
+        return kept
 
     def _write(self, file: pathlib.Path, text: str) -> None:
         """Whole or not at all."""
@@ -138,7 +196,18 @@ class RunFolder:
         os.replace(partial, file)
 
 
-def dig(content: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        content = content.get(key, {})
-    return content
+def bound(content: dict[str, Any]) -> dict[schema.Path, tuple[Any, str]]:
+    """Field → (value, why it cannot change) of a job as JSON, for fields that differ from their default."""
+    found: dict[schema.Path, tuple[Any, str]] = {}
+    for path, value, node in schema.set_values(content, schema.tree()):
+        row = (edits.REFUSED, IDENTITY[path]) if path in IDENTITY else edits.row(path)
+        if row is not None and row[0] == edits.REFUSED and not schema.fields(node):
+            found[path] = (value, row[1])
+    return found
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "the default"
+    text = json.dumps(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"

@@ -269,21 +269,52 @@ def check(path: pathlib.Path) -> None:
     """Raise ValueError, naming the file, unless the folder is a complete model with its tokenizer."""
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json: {CONVERT}")
+    architectures(path)
     if not (path / "tokenizer.json").is_file():
         raise ValueError(
             f"{path} has no tokenizer.json: save the tokenizer with transformers'"
             " AutoTokenizer.from_pretrained(…).save_pretrained(…), which writes one"
         )
+    if not isinstance(_json_object(path / "tokenizer.json").get("model"), dict):
+        raise ValueError(f"{path}/tokenizer.json holds no tokenizer (it has no model): fetch or save it again")
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        if (path / name).is_file():
+            _json_object(path / name)
     index = path / "model.safetensors.index.json"
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{index} is not an index of safetensors files") from None
+    names = _indexed(index) if index.is_file() else set()
     lying = {file.name for file in path.glob("*.safetensors") if not DOUBLES.fullmatch(file.name)}
     for name in names or lying or {"model.safetensors"}:
         if not SEGMENT.fullmatch(name) or not (path / name).is_file():
             raise ValueError(f"{path} has no file {name!r} of its weights; safetensors alone are read: {CONVERT}")
-        header(path / name)
+        tensors, _ = header(path / name)
+        if not tensors:
+            raise ValueError(f"{path}/{name} holds no tensors: fetch or save the model again")
+
+
+def architectures(path: pathlib.Path) -> list[str]:
+    """What config.json names; raises ValueError for one that is no configuration of a model."""
+    found = _json_object(path / "config.json").get("architectures") or []
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f"{path}/config.json: architectures is {found!r}, not a list of names: {CONVERT}")
+    return found
+
+
+def _json_object(file: pathlib.Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}): fetch or save it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is not a JSON object: fetch or save it again")
+    return content
+
+
+def _indexed(index: pathlib.Path) -> set[str]:
+    """The files that an index of safetensors files names."""
+    named = _json_object(index).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise ValueError(f"{index} is not an index of safetensors files: fetch or save it again")
+    return set(named.values())
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ class Groups:
         self.finished: dict[int, RolloutGroup] = {}
         self.generated_tokens = 0
         self.failures = 0
+        self._broken: Exception | None = None  # what ended the scoring of a group
         self._trials = Trials()
         self._lately: collections.deque[tuple[float, int]] = collections.deque()  # (when, tokens)
 
@@ -52,7 +53,12 @@ class Groups:
         return [*self.generating.values(), *self.scoring.values()]
 
     def begin(self, waiting: Collection[int], limit: int) -> None:
-        """Start generating `waiting` indices, lowest first, until `limit` run; after a loss, the suspects first."""
+        """Start generating `waiting` indices, lowest first, until `limit` run; after a loss, the suspects first.
+
+        Raises RuntimeError where a group could not be scored: rewards cost single samples, so this is our own fault.
+        """
+        if self._broken:
+            raise RuntimeError(f"scoring failed: {type(self._broken).__name__}: {self._broken}") from self._broken
         idle = not self.generating
         culprit = self._trials.settle() if idle else None
         if culprit is not None:
@@ -113,6 +119,9 @@ class Groups:
     async def _score(self, index: int, generated: Generated) -> None:
         try:
             self.finished[index] = await self._sampler.score(generated)
+        except Exception as error:
+            logger.exception("prompt %d could not be scored", index)
+            self._broken = error
         finally:
             self.scoring.pop(index, None)
             self._wake.set()

@@ -16,7 +16,7 @@ import tempfile
 import pydantic
 
 from pipeline import config as configuration
-from pipeline import output, termination
+from pipeline import fetch, output, termination
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.config import RunConfig
 from pipeline.storage import Conflict, Storage, StorageError, Unavailable, open_storage
@@ -80,23 +80,17 @@ def check_algorithm(config: RunConfig) -> None:
 
 
 def check_model(config: RunConfig) -> None:
-    """The folder must hold config.json, a tokenizer and every safetensors file that its index names."""
+    """The folder must hold a causal language model, as fetch leaves it."""
     folder = pathlib.Path(config.model.path)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model.path: {folder} holds no config.json; fetch the model first (python -m pipeline.fetch)")
     try:
-        architectures = json.loads((folder / "config.json").read_text()).get("architectures")
-    except ValueError:
-        raise ValueError(f"model.path: {folder}/config.json is not JSON; fetch the model again") from None
-    if not architectures or not architectures[0].endswith("ForCausalLM"):
-        raise ValueError(f"model.uri: {config.model.uri} is {architectures}, not a causal language model")
-    index = folder / "model.safetensors.index.json"
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    missing = sorted(name for name in names if not (folder / name).is_file())
-    if missing:
-        raise ValueError(
-            f"model.path: {folder} lacks {missing[0]}; weights are read from safetensors files only, convert the model"
-        )
+        fetch.check(folder)
+        names = fetch.architectures(folder)
+    except ValueError as error:
+        raise ValueError(f"model.path: {error}") from None
+    if not names or not names[0].endswith("ForCausalLM"):
+        raise ValueError(f"model.uri: {config.model.uri} is {names}, not a causal language model")
 
 
 async def check_store(config: RunConfig) -> None:

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 RECENT_STEPS = 20
 """Steps over which the remaining time is estimated."""
+FIGURES = ("duration_s", "samples_per_s", "tokens_per_s", "peak_memory_gib", "dropped")
+"""Of the summary: what only a process that trains can measure."""
 
 
 class Lead:
@@ -145,6 +147,7 @@ class Lead:
             return
         statistics = self.coordinator.statistics()
         began = await self.storage.head("run.json")
+        rows = self.rows or await metrics.stored(self.storage)
         content = {
             "run_id": self.config.run_id,
             "steps": version.step,
@@ -152,13 +155,15 @@ class Lead:
             "duration_s": self.clock.now() - (began.modified if began else self.started),
             "evaluation": self.scoreboard.improvement(),
             "dropped": statistics["dropped"],
-            "samples_per_s": metrics.steady_rate(self.rows, "samples"),
-            "tokens_per_s": metrics.steady_rate(self.rows, "tokens"),
-            "peak_memory_gib": max((row["perf/peak_memory_gib"] for row in self.rows), default=None),
+            "samples_per_s": metrics.steady_rate(rows, "samples"),
+            "tokens_per_s": metrics.steady_rate(rows, "tokens"),
+            "peak_memory_gib": max((row["perf/peak_memory_gib"] for row in rows), default=None),
             "output": {"uri": self.config.output.uri, "version": list(delivered)}
             if self.config.output and delivered
             else None,
         }
+        if not self.rows:
+            content |= _kept(folder / "summary.json", self.config.run_id)
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".summary-{os.getpid()}.json"
         temporary.write_text(json.dumps(status.finite(content), indent=1))
@@ -242,4 +247,15 @@ class Lead:
 def _vocabulary(config: RunConfig) -> int | None:
     """Rows of the model's embedding: no token id may be higher."""
     content = json.loads(pathlib.Path(config.model.path, "config.json").read_text())
-    return content.get("vocab_size") or content.get("text_config", {}).get("vocab_size")
+    return content.get("vocab_size") or (content.get("text_config") or {}).get("vocab_size")
+
+
+def _kept(file: pathlib.Path, run_id: str) -> dict[str, Any]:
+    """Figures that the summary of a run keeps when the run is only ended once more."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict) or content.get("run_id") != run_id:
+        return {}
+    return {name: content[name] for name in FIGURES if content.get(name) is not None}

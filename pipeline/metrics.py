@@ -5,6 +5,7 @@ and TensorBoard files in tensorboard/. Every row names its term: after a resume 
 and readers take the row of the highest term.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -28,6 +29,17 @@ def run_folder() -> pathlib.Path | None:
     """The local folder of the run, if the process has one."""
     named = os.environ.get(RUN_FOLDER_VARIABLE)
     return pathlib.Path(named) if named else None
+
+
+async def stored(storage: Storage) -> list[Row]:
+    """The row of every step in the store, ascending; of a step that was trained again that of the highest term."""
+    newest: dict[int, Version] = {}
+    for info in await storage.list(FOLDER):
+        with contextlib.suppress(ValueError):  # no row of ours
+            version = Version.parse(info.key.rsplit("/", 1)[-1].removesuffix(".json"))
+            newest[version.step] = max(version, newest.get(version.step, version))
+    found = [await storage.get(f"{FOLDER}/{newest[step]}.json") for step in sorted(newest)]
+    return [json.loads(each.data) for each in found if each]
 
 
 class Recorder:

@@ -1,7 +1,8 @@
 """Delivery: the trained model, as others load it, at `output.uri`.
 
 Full fine-tuning gives a Hugging Face folder, LoRA a PEFT adapter; both with the tokenizer and a model card.
-MANIFEST.json comes last, with sizes and checksums: without it the delivery is unfinished and is done again.
+DELIVERY.json comes first and goes last: it says whose files lie there while they are incomplete. MANIFEST.json comes
+last, with sizes and checksums: without it the delivery is unfinished and is done again.
 """
 
 import json
@@ -18,22 +19,30 @@ from pipeline.storage import Storage, file_sha256
 from pipeline.versions import Version
 
 MANIFEST = "MANIFEST.json"
+MARKER = "DELIVERY.json"
 BASE_FILES = re.compile(r"(.*\.(json|jinja|model|txt))")
-NOT_TAKEN = re.compile(r"(.*\.index\.json|README.*|MANIFEST\.json)")
+NOT_TAKEN = re.compile(r"(.*\.index\.json|README.*|MANIFEST\.json|DELIVERY\.json)")
 """Base-model files that would describe weights or a model that are not these."""
+REMEDY = "name an empty folder or another output.uri"
 
 
 async def check(target: Storage, config: RunConfig) -> None:
-    """Raise ValueError if another run's model lies at the output's place."""
+    """Raise ValueError if anything but this run's own delivery, whole or begun, lies at the output's place."""
     assert config.output is not None
-    manifest = await target.get(MANIFEST)
-    if manifest is None:
+    uri = config.output.uri
+    for name in (MANIFEST, MARKER):
+        found = await target.get(name)
+        if found is None:
+            continue
+        owner = _content(found.data).get("run_id")
+        if owner is None:
+            raise ValueError(f"output.uri: {uri} holds a {name} that no run of Miles has written; {REMEDY}")
+        if owner != config.run_id:
+            raise ValueError(f"output.uri: {uri} already holds the model of run {owner}; {REMEDY}")
         return
-    owner = json.loads(manifest.data).get("run_id")
-    if owner != config.run_id:
-        raise ValueError(
-            f"output.uri: {config.output.uri} already holds the model of run {owner}; choose another place or remove it"
-        )
+    others = sorted(info.key for info in await target.list(""))
+    if others:
+        raise ValueError(f"output.uri: {uri} is not empty, it holds {others[0]}; {REMEDY}")
 
 
 async def deliver(
@@ -44,8 +53,9 @@ async def deliver(
     evaluation: set → metric → value of that very version, for the card.
     """
     delivered = await target.get(MANIFEST)
-    if delivered is not None and json.loads(delivered.data).get("version") == list(version):
+    if delivered is not None and _content(delivered.data).get("version") == list(version):
         return
+    await target.put(MARKER, json.dumps({"run_id": config.run_id}).encode())
     await target.delete(MANIFEST)
     with tempfile.TemporaryDirectory(prefix="miles-output-") as local:
         folder = pathlib.Path(local)
@@ -59,6 +69,16 @@ async def deliver(
             files[path.name] = {"size": path.stat().st_size, "sha256": file_sha256(str(path))}
         manifest = {"run_id": config.run_id, "name": config.name, "version": list(version), "files": files}
         await target.put(MANIFEST, json.dumps(manifest, indent=1).encode())
+    await target.delete(MARKER)
+
+
+def _content(data: bytes) -> dict[str, Any]:
+    """A JSON object; empty for anything else."""
+    try:
+        content = json.loads(data)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _complete(folder: pathlib.Path, config: RunConfig) -> None:

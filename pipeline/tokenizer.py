@@ -29,7 +29,8 @@ Message = dict[str, Any]
 class Tokenizer:
     """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json and config.json.
 
-    Raises ValueError for a folder without tokenizer.json or with a template that is no valid Jinja.
+    Raises ValueError for a folder without tokenizer.json, with a file that cannot be read as what it is named, or with
+    a template that is no valid Jinja.
     """
 
     eos_ids: frozenset[int]
@@ -46,8 +47,8 @@ class Tokenizer:
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...), which writes one"
             )
         settings = _read(path / "tokenizer_config.json")
-        named = {role: _content(settings[role]) for role in ROLES_OF_TOKENS if settings.get(role)}
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        named = {role: _content(path, role, settings[role]) for role in ROLES_OF_TOKENS if settings.get(role)}
+        self._tokenizer = _load(path / "tokenizer.json")
         known = [text for text in named.values() if self._tokenizer.token_to_id(text) is not None]
         self._tokenizer.add_special_tokens(known)
         self._tokenizer.no_truncation()
@@ -121,12 +122,29 @@ class Tokenizer:
         return ids
 
 
+def _load(file: pathlib.Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"model {file} is not a tokenizer: {error}; fetch or save it again") from None
+
+
 def _read(path: pathlib.Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    """A JSON object; empty where there is no such file."""
+    try:
+        content = json.loads(path.read_bytes()) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"model {path} is not JSON: {error}; fetch or save it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"model {path} is not a JSON object; fetch or save it again")
+    return content
 
 
-def _content(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])
+def _content(path: pathlib.Path, role: str, token: Any) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ValueError(f"model {path}/tokenizer_config.json: {role} is {token!r}, not a token; save it again")
+    return text
 
 
 def _eos_ids(path: pathlib.Path, config: dict[str, Any], own: int | None) -> frozenset[int]:

@@ -106,7 +106,7 @@ def creation(plane: ControlPlane, operator: Replica, folder: pathlib.Path, jobs:
     items = [rljob(f"job-{number:04}", NAMESPACE) for number in range(jobs)]
     file.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
     mark, began = plane.mark(), time.monotonic()
-    done = plane.kubectl("create", "-f", str(file))
+    done = plane.kubectl("create", "-f", str(file), limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr[-2000:]
     print(f"| kubectl create | {jobs / (time.monotonic() - began):.0f} RLJobs/s | | |", flush=True)
     settled(plane, jobs)

@@ -92,11 +92,11 @@ class ControlPlane:
         self._kubectl = kubectl
 
     def kubectl(
-        self, *arguments: str, text: str | None = None, kubeconfig: pathlib.Path | None = None
+        self, *arguments: str, text: str | None = None, kubeconfig: pathlib.Path | None = None, limit_s: float = 60
     ) -> subprocess.CompletedProcess[str]:
         """Runs kubectl (0.1 s of CPU each; `api` costs less) as admin or as the user of `kubeconfig`."""
         command = self.command(*arguments, kubeconfig=kubeconfig)
-        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=limit_s)
 
     def command(self, *arguments: str, kubeconfig: pathlib.Path | None = None) -> list[str]:
         """kubectl's command line, for those of its commands that go on until they are ended."""

@@ -71,6 +71,57 @@ def test_a_reader_that_stops_early_sees_no_traceback():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def bash(command):
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30)
+
+
+@pytest.mark.parametrize("command", ["explain spec", "render {job}", "validate {job}"])
+def test_a_full_disk_is_said_in_one_line(minimal, command):
+    done = bash(f"{sys.executable} -m operators.cli {command.format(job=minimal)} >/dev/full")
+    assert (done.returncode, done.stderr) == (1, "miles: cannot write the output: No space left on device\n")
+
+
+def test_letters_that_the_terminal_lacks_are_replaced():
+    done = bash(f"PYTHONIOENCODING=ascii {sys.executable} -m operators.cli explain spec.store.uri")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "?" in done.stdout
+
+
+INTERRUPTED_IMPORT = """
+import sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "pydantic":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from operators.cli import main
+"""
+
+
+def test_an_interrupt_while_packages_are_imported_ends_quietly():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_an_interrupt_while_a_command_works_ends_quietly(monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", interrupted)
+    assert cli.main(["run", "job.yaml"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_number_of_five_thousand_digits_is_refused_in_one_line(tmp_path, capsys):
+    file = tmp_path / "job.yaml"
+    file.write_text(MINIMAL.replace("totalSteps: 200", "totalSteps: " + "9" * 5000))
+    assert cli.main(["validate", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "spec.algorithm.totalSteps: got " in error
+    assert len(error) < 400
+
+
 def test_explain_prints_a_field_and_refuses_an_unknown_one(capsys):
     assert cli.main(["explain", "spec.trainer.lora.rank"]) == 0
     assert "one of: 1, 8, 16, 32, 64, 128, 256, 320, 512" in capsys.readouterr().out

@@ -114,3 +114,14 @@ def test_a_document_knows_where_and_how_each_value_was_written():
     assert document.line(("spec", "list", 0, "x")) == 4
     assert document.written(("spec", "list", 0, "x")) is None
     assert document.line(("spec", "missing")) == 2
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "-" + "9" * 5000, "9" * 21])
+def test_a_number_of_any_length_is_read_without_converting_it_to_one_first(text):
+    (document,) = read(f"a: {text}\n")
+    assert isinstance(document.value["a"], str | float | int)
+
+
+def test_a_json_file_of_endless_depth_is_refused():
+    with pytest.raises(Unreadable):
+        read('{"a":' * 100_000)

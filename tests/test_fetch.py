@@ -27,7 +27,7 @@ def make_model(folder: pathlib.Path) -> pathlib.Path:
     folder.mkdir(parents=True)
     save_file({"model.norm.weight": np.arange(6, dtype=np.float32)}, folder / LARGE)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        (folder / name).write_text(json.dumps({"of": name}))
+        (folder / name).write_text(json.dumps({"of": name, "model": {}}))
     for name in ("README.md", "pytorch_model.bin", "modeling_custom.py", "consolidated.safetensors", "vocab.pkl"):
         (folder / name).write_bytes(b"not to be taken")
     return folder
@@ -162,9 +162,10 @@ async def test_a_tokenizer_from_elsewhere_replaces_the_models_own(model, path, t
     other = tmp_path / "tokenizer"
     other.mkdir()
     for name in ("tokenizer.json", "chat_template.jinja", "config.json"):
-        (other / name).write_text("other")
+        (other / name).write_text('{"model": {"of": "other"}}')
     await fetch_from(model, path, tokenizer=f"file://{other}")
-    assert (path / "tokenizer.json").read_text() == (path / "chat_template.jinja").read_text() == "other"
+    assert '"other"' in (path / "tokenizer.json").read_text()
+    assert (path / "chat_template.jinja").read_text() == (other / "chat_template.jinja").read_text()
     assert (path / "config.json").read_text() == (model / "config.json").read_text()
     assert visible(path) == TAKEN - {"tokenizer_config.json"} | {"chat_template.jinja"}
     with pytest.raises(ValueError, match=r"is used where it lies: save the tokenizer .* into it instead"):
@@ -193,7 +194,7 @@ def _part_missing(folder):
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (_torn, "model.safetensors is not a complete safetensors file"),
         (_part_missing, "has no file 'model-00002-of-00002.safetensors' of its weights"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "not an index of safetensors"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "not an index of safetensors"),
     ],
 )
 async def test_an_unusable_model_is_one_clear_error(model, path, damage, message):
@@ -201,6 +202,33 @@ async def test_an_unusable_model_is_one_clear_error(model, path, damage, message
     with pytest.raises(ValueError, match=message) as caught:
         await fetch_from(model, path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((name, content) for name in ("config.json", "tokenizer.json") for content in ("", "xx", "[]", "null")),
+        ("config.json", '{"architectures": [1]}'),
+        ("config.json", '{"architectures": "LlamaForCausalLM"}'),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "xx"),
+        ("generation_config.json", "xx"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": null}}'),
+        ("model.safetensors.index.json", "xx"),
+    ],
+)
+async def test_a_broken_file_of_a_model_is_named_in_one_line(model, path, name, content):
+    (model / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{path / name} is not|{path / name}: arch|{path / name} holds no") as caught:
+        await fetch_from(model, path)
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_file_of_weights_without_tensors_is_refused(model, path):
+    save_file({}, model / LARGE)
+    with pytest.raises(ValueError, match=r"model\.safetensors holds no tensors"):
+        await fetch_from(model, path)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,17 @@
+import asyncio
 import math
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.groups import Trials
+from pipeline.clock import SystemClock
+from pipeline.groups import Groups, Trials
+from pipeline.inference import Sampling
+from pipeline.prompts import Prompt
+from pipeline.sampling import Generated, Sampler
+from pipeline.versions import Version
 
 
 def run(trials: Trials, waiting: set[int], culprits: set[int], limit: int = 10**6) -> tuple[int, int, set[int]]:
@@ -66,3 +73,26 @@ def test_a_suspect_that_is_no_longer_wanted_is_not_tried() -> None:
     assert trials.settle() is None
     assert trials.next({9}) == []
     assert not trials.open
+
+
+class BrokenSampler:
+    async def generate(self, prompt: Prompt, samples: int, sampling: Sampling) -> Generated:
+        return Generated(prompt, [1], Version(0, 0), samples, [], 8)
+
+    async def score(self, generated: Generated) -> Any:
+        raise KeyError("a fault of our own")
+
+
+async def test_a_group_that_cannot_be_scored_is_not_lost_in_silence() -> None:
+    async def prompt(index: int) -> Prompt:
+        return Prompt(index, "sums", "2 + 2 =", "4")
+
+    sampling = Sampling(temperature=1.0, max_new_tokens=8)
+    sampler, clock = cast(Sampler, BrokenSampler()), SystemClock()
+    groups = Groups(prompt, sampler, 1, sampling, clock, lambda *_: None, asyncio.Event())
+    groups.begin({3}, 1)
+    async with asyncio.timeout(5):
+        while groups.held:
+            await asyncio.sleep(0.01)
+    with pytest.raises(RuntimeError, match="a fault of our own"):
+        groups.begin({3}, 1)

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from pipeline import launch, termination
 from pipeline.config import RunConfig
@@ -17,12 +19,12 @@ from pipeline.storage import Unavailable
 
 @pytest.fixture
 def content(tmp_path):
-    """A valid configuration, as JSON content, with an empty but complete model folder."""
+    """A valid configuration, as JSON content, with a model folder that looks complete."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
-    (model / "model.safetensors").write_bytes(b"")
-    (model / "tokenizer.json").write_text("{}")
+    save_file({"norm": np.zeros(1, np.float32)}, model / "model.safetensors")
+    (model / "tokenizer.json").write_text('{"model": {}}')
     return {
         "name": "sums",
         "run_id": "r1",
@@ -90,10 +92,19 @@ def test_each_attempt_leaves_its_configuration_in_the_store_and_the_first_one_na
 def test_weights_that_are_missing_or_no_safetensors_are_named(content):
     model = pathlib.Path(content["model"]["path"])
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"lacks model\.safetensors; weights are read from safetensors files only"):
+    with pytest.raises(
+        ValueError, match=r"model\.path: .* has no file 'model\.safetensors' .* safetensors alone are read"
+    ):
         launch.check(RunConfig.model_validate(content))
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
-    with pytest.raises(ValueError, match=r"lacks model-1\.safetensors"):
+    with pytest.raises(ValueError, match=r"no file 'model-1\.safetensors'"):
+        launch.check(RunConfig.model_validate(content))
+
+
+@pytest.mark.parametrize("broken", ["", "[]", "null", '{"architectures": [1]}'])
+def test_a_broken_configuration_of_a_model_is_named(content, broken):
+    pathlib.Path(content["model"]["path"], "config.json").write_text(broken)
+    with pytest.raises(ValueError, match=r"^model\.path: .*/config\.json"):
         launch.check(RunConfig.model_validate(content))
 
 

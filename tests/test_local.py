@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -294,14 +295,113 @@ async def test_nothing_remains_after_sigkill_and_the_next_run_waits_for_the_last
     assert await run.execute() == 0
 
 
-def test_a_folder_belongs_to_one_job_model_and_store(tmp_path: pathlib.Path) -> None:
+async def test_a_complete_run_that_is_run_again_says_so_and_keeps_its_figures(
+    start: Start, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text('{"steps": 3, "samples_per_s": 99.5}')
+    assert await start(rate="0").execute() == 0
+    shown = capsys.readouterr().out
+    assert "sums: complete already, nothing was trained; for more steps, raise spec.algorithm.totalSteps" in shown
+    assert "99.50 samples/s" in shown
+
+
+async def test_fewer_total_steps_than_are_done_are_said_in_words(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fewer = {"type": "grpo", "totalSteps": 2, "promptsPerStep": 2, "groupSize": 4}
+    assert await start(job(algorithm=fewer)).execute() == 0
+    words = "complete already, nothing was trained: 3 steps are done, spec.algorithm.totalSteps is 2"
+    assert words in capsys.readouterr().out
+
+
+def test_a_summary_of_an_earlier_run_of_the_command_is_no_summary_of_this_one(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "summary.json").write_text('{"steps": 3}')
+    with RunFolder(str(tmp_path), print) as folder:
+        assert (folder.earlier, folder.summary()) == ({"steps": 3}, {})
+        (tmp_path / "summary.json").write_text('{"steps": 4}')
+        assert folder.summary() == {"steps": 4}
+
+
+ALGORITHM = {"type": "grpo", "totalSteps": 3, "promptsPerStep": 2, "groupSize": 4}
+DATA = {"sets": [{"generator": "reasoning-gym/chain_sum"}]}
+OTHER_SETS = {"sets": [{"generator": "reasoning-gym/chain_sum", "limit": 5}]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "field", "values"),
+    [
+        (job("other"), "metadata.name", 'got "other", but the run in .* has "sums"'),
+        (job(model={"uri": "hf://org/other"}), "spec.model.uri", 'got "hf://org/other", but .* has "hf://org/tiny"'),
+        (job(store={"uri": "file://./other"}), "spec.store.uri", "got .* has"),
+        (job(algorithm=ALGORITHM | {"groupSize": 8}), "spec.algorithm.groupSize", "got (8|the default), .* has 4 "),
+        (job(data=DATA | {"seed": 7}), "spec.data.seed", "got 7, .* has the default "),
+        (job(data=OTHER_SETS), "spec.data.sets[0].limit", "got 5, .* has the default "),
+        (job(trainer={"seed": 7}), "spec.trainer.seed", "got 7, .* has the default "),
+    ],
+)
+def test_a_run_goes_on_only_with_the_fields_that_its_beginning_fixed(
+    tmp_path: pathlib.Path, changed: RLJob, field: str, values: str
+) -> None:
+    (tmp_path / "summary.json").write_text("{}")
     with RunFolder(str(tmp_path), print) as folder:
         folder.claim(job())
-        folder.claim(job(trainer={"nodes": 2}))
-        with pytest.raises(ValueError, match=r"^spec\.model\.uri: differs .* --run-dir"):
-            folder.claim(job(model={"uri": "hf://org/other"}))
-        with pytest.raises(ValueError, match=r"^metadata\.name: differs"):
-            folder.claim(job("other"))
+        before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+        with pytest.raises(ValueError, match=rf"^{re.escape(field)}: {values}.*; write what it has, or .*--run-dir$"):
+            folder.claim(changed)
+        assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize(
+    "changed", [{"trainer": {"nodes": 2}}, {"algorithm": ALGORITHM | {"totalSteps": 9}}, {"rollout": {"replicas": 2}}]
+)
+def test_a_stopped_run_takes_the_edits_that_a_suspended_job_takes(
+    tmp_path: pathlib.Path, changed: dict[str, Any]
+) -> None:
+    with RunFolder(str(tmp_path), print) as folder:
+        folder.claim(job())
+        folder.claim(job(**changed))
+
+
+async def test_a_job_that_was_refused_before_its_first_step_binds_nothing(start: Start, tmp_path: pathlib.Path) -> None:
+    run = start(trainer="refuse")
+    assert await run.execute() == 2
+    run.folder.claim(job(model={"uri": "hf://org/other"}))
+    assert not (tmp_path / "run" / "run-id").exists(), "what the refused job left in the store is not found again"
+
+
+async def test_a_refused_job_leaves_the_run_that_was_there_as_it_was(start: Start, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run-id").write_text("earlier")
+    with RunFolder(str(tmp_path / "run"), print) as folder:
+        folder.claim(job())
+    kept = (tmp_path / "run" / "rljob.json").read_text()
+    assert await start(job(trainer={"nodes": 2}), trainer="refuse").execute() == 2
+    assert (tmp_path / "run" / "rljob.json").read_text() == kept
+    assert (tmp_path / "run" / "run-id").read_text() == "earlier"
+
+
+@pytest.mark.parametrize("text", ["xx", "[]", "", '{"a": ' * 5000])
+def test_a_kept_job_that_is_unreadable_is_named_with_a_remedy(tmp_path: pathlib.Path, text: str) -> None:
+    (tmp_path / "rljob.json").write_text(text)
+    words = r"rljob\.json: not the JSON of a job.*; restore the file, or .* --run-dir$"
+    with RunFolder(str(tmp_path), print) as folder, pytest.raises(ValueError, match=words):
+        folder.claim(job())
+    assert (tmp_path / "rljob.json").read_text() == text
+
+
+@pytest.mark.parametrize("text", ["", "one", "²", "-1", "9" * 5000])
+def test_an_attempt_that_is_no_number_is_named_with_a_remedy(tmp_path: pathlib.Path, text: str) -> None:
+    (tmp_path / "attempt").write_text(text)
+    with RunFolder(str(tmp_path), print) as folder, pytest.raises(ValueError, match=r"attempt: got .* --run-dir$"):
+        folder.next_attempt()
+
+
+@pytest.mark.parametrize("text", ["", "../other", "two words"])
+def test_a_run_id_that_is_none_is_named_with_a_remedy(tmp_path: pathlib.Path, text: str) -> None:
+    (tmp_path / "run-id").write_text(text)
+    with pytest.raises(ValueError, match=r"run-id: got .* --run-dir$"), RunFolder(str(tmp_path), print):
+        pass
 
 
 def test_an_attempt_number_is_never_used_twice(tmp_path: pathlib.Path) -> None:

@@ -65,3 +65,12 @@ def test_the_steady_rate_is_all_samples_over_all_seconds_but_those_of_the_first_
     assert metrics.steady_rate(rows, "samples") == 4.0
     assert metrics.steady_rate(rows[:2], "samples") == pytest.approx(16 / 120)
     assert metrics.steady_rate([], "samples") == 0.0
+
+
+async def test_stored_rows_are_read_back_by_step_each_from_the_highest_term():
+    storage = MemoryStorage(SystemClock())
+    recorder = metrics.Recorder(storage, None)
+    for term, step in ((1, 1), (1, 2), (2, 2), (2, 10)):
+        await recorder.record(Version(term, step), {"perf/samples": 1.0}, 0.0)
+    await storage.put("metrics/v1/best.json", b"stray")
+    assert [(row["term"], row["step"]) for row in await metrics.stored(storage)] == [(1, 1), (2, 2), (2, 10)]

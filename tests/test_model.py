@@ -308,3 +308,12 @@ def test_recomputing_activations_changes_no_gradient_and_no_name(folders):
 def test_compiling_layers_changes_no_gradient_and_no_name(folders):
     plain, compiled = (outcome(build(folders["qwen2"], compile=flag)) for flag in (False, True))
     torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_lacks_tensors_is_refused_and_they_are_named(tmp_path):
+    file = save_model("llama", tmp_path / "llama") / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    kept = {name: value for name, value in tensors.items() if "layers.0.mlp" not in name}
+    safetensors.torch.save_file(kept, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks the tensors model\.layers\.0\.mlp\.down_proj\.weight, .*: fetch or"):
+        build(file.parent)

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import json
 import pathlib
+import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -331,3 +332,20 @@ def test_metrics_tell_what_there_is_and_the_log_is_json(
         assert f'miles_watch_age_seconds{{kind="{kind} in {namespace}"}}' in metrics
     assert metrics["process_resident_memory_bytes"] > 0
     assert {"time", "level", "logger", "message"} <= operator.said()[0].keys()
+
+
+def test_a_replica_that_was_frozen_and_lost_its_lease_stands_by_again(
+    api: Api, namespace: str, kubelet: Kubelet, start: Start
+) -> None:
+    first, second = start(), start(wait=False)
+    until(lambda: second.get("/readyz")[0] == 200, "the second stands by", 90)
+    first.process.send_signal(signal.SIGSTOP)
+    second.wait_until_leading(20)
+    first.process.send_signal(signal.SIGCONT)
+    until(lambda: first.metrics().get("miles_leading") == 0, "the first has stepped down", 20)
+    api.create(rljob("sums", namespace))
+    running(api, namespace)
+    second.kill()
+    first.wait_until_leading(30)
+    api.patch("Deployment", "sums-rollout", namespace, {"spec": {"replicas": 7}})
+    until(lambda: api.get("Deployment", "sums-rollout", namespace)["spec"]["replicas"] == 1, "the first acts again")

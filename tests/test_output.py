@@ -56,7 +56,7 @@ async def test_a_full_model_is_delivered_with_tokenizer_card_and_manifest_last(c
     for name in ("put", "put_file"):
         monkeypatch.setattr(target, name, recording(getattr(target, name), written))
     await output.deliver(storage, target, config, Version(1, 9), {"aime": {"avg@4": 0.25, "per_prompt": [0.25]}})
-    assert written[-1] == "MANIFEST.json"
+    assert (written[0], written[-1]) == ("DELIVERY.json", "MANIFEST.json")
     manifest = json.loads((tmp_path / "output" / "MANIFEST.json").read_text())
     assert (manifest["run_id"], manifest["version"]) == ("r1", [1, 9])
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= set(manifest["files"])
@@ -86,6 +86,46 @@ async def test_a_delivery_that_was_cut_short_is_done_again_and_a_finished_one_le
     (tmp_path / "output" / "model.safetensors").write_bytes(b"torn")
     await output.deliver(storage, target, config, Version(1, 9), {})
     assert (tmp_path / "output" / "model.safetensors").read_bytes() == (full / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json", "sub/model.safetensors"])
+async def test_a_place_that_holds_files_of_others_is_refused_and_left_alone(config, tmp_path, name):
+    file = tmp_path / "output" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    with pytest.raises(
+        ValueError, match=rf"output\.uri: file://.*/output is not empty, it holds {name}; name an empty"
+    ):
+        await output.check(open_storage(config.output.uri), config)
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "5", "xx", "{}", ""])
+async def test_a_manifest_that_no_run_has_written_is_refused_by_name(config, tmp_path, content):
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "MANIFEST.json").write_text(content)
+    with pytest.raises(ValueError, match=r"output\.uri: file://.* holds a MANIFEST\.json that no run of Miles"):
+        await output.check(open_storage(config.output.uri), config)
+
+
+async def test_an_empty_place_and_a_delivery_of_this_run_whole_or_begun_are_accepted(config, full, monkeypatch):
+    storage, target = await published(config, full), open_storage(config.output.uri)
+    await output.check(target, config)
+
+    async def cut_short(key, *arguments):
+        raise StorageError(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "put_file", cut_short)
+        with pytest.raises(StorageError):
+            await output.deliver(storage, target, config, Version(1, 9), {})
+    await target.put("model.safetensors", b"torn")
+    await output.check(target, config)
+    with pytest.raises(ValueError, match="already holds the model of run r1"):
+        await output.check(target, config.model_copy(update={"run_id": "r2"}))
+    await output.deliver(storage, target, config, Version(1, 9), {})
+    await output.check(target, config)
+    assert await target.get("DELIVERY.json") is None
 
 
 async def test_weights_that_are_gone_are_an_error_not_an_empty_delivery(config, full, tmp_path):

@@ -24,6 +24,9 @@ def job() -> dict[str, Any]:
         ("spec.data.sets.0.limit=5", ("spec", "data", "sets", 0, "limit"), 5),
         ("spec.data.sets.0.parameters.max_terms=2", ("spec", "data", "sets", 0, "parameters", "max_terms"), 2),
         ("spec.data.systemPrompt=a=b: c", ("spec", "data", "systemPrompt"), "a=b: c"),
+        ("spec.data.sets[0].parameters={max_terms: 4}", ("spec", "data", "sets", 0, "parameters"), {"max_terms": 4}),
+        ("spec.trainer.lora={rank: 8}", ("spec", "trainer", "lora"), {"rank": 8}),
+        ("spec.trainer.nodes=2\n", ("spec", "trainer", "nodes"), 2),
         ("metadata.name=other", ("metadata", "name"), "other"),
         ("spec.trainer=", ("spec", "trainer"), ""),
     ],
@@ -49,6 +52,11 @@ def test_a_field_is_set_with_the_type_it_has(setting: str, path: tuple[str | int
         ("spec.algorithm.type.x=2", "type has no parts"),
         ("spec.algorithm[0]=2", "algorithm has no parts"),
         ("spec.trainer.nodes=[1", "not YAML"),
+        (
+            "spec.trainer.nodes=1\n---\n2",
+            "^--set spec.trainer.nodes=1 --- 2: there are 2 YAML documents; write one value",
+        ),
+        ("spec.data.sets[²].x=1", r"^--set spec.data.sets\[²\].x=1: sets is a list; name an item by its position"),
     ],
 )
 def test_what_cannot_be_set_is_refused_in_words(setting: str, message: str) -> None:

@@ -2,6 +2,7 @@ import collections
 import json
 import os
 import pathlib
+import random
 import subprocess
 import sys
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import DataConfig, PromptSetConfig, StoreConfig
@@ -21,6 +22,15 @@ def file(path: pathlib.Path, rows: list[Any]) -> str:
     return str(path)
 
 
+def refusal(*sets: PromptSetConfig) -> str:
+    """Why `sets` cannot be used; empty where they can."""
+    try:
+        source(*sets)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def numbered(path: pathlib.Path, count: int) -> str:
     return file(path, [{"prompt": f"{path.stem}{n}", "answer": n} for n in range(count)])
 
@@ -29,6 +39,7 @@ def source(*sets: PromptSetConfig, seed: int = 0) -> PromptSource:
     return PromptSource(DataConfig(seed=seed, sets=list(sets)))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.text(max_size=8))
 def test_permute_is_a_permutation_of_any_size(size: int, key: str) -> None:
     assert sorted(permute(position, size, key) for position in range(size)) == list(range(size))
@@ -155,6 +166,8 @@ def test_the_same_prompt_with_another_answer_is_another_prompt(tmp_path: pathlib
         (b'{"prompt": "q"}\n[1]\n', "line 2, is not an object"),
         (b"", "it is empty"),
         (b'{"prompt": " "}\n', "none of its 1 rows can be used"),
+        (b'{"prompt": null}\n{"prompt": null}\n', "the field 'prompt' is empty in every row; fill it"),
+        (b'{"prompt": "q"}\n' + b"[" * 100_000, "line 2, is not JSON: maximum recursion depth"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_naming_set_and_remedy(
@@ -180,6 +193,60 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: pathlib.Path) -> None:
         source(PromptSetConfig(name="a", uri=str(tmp_path / "a.parquet")))
 
 
+def test_a_damaged_parquet_file_is_refused_in_one_line_or_read(tmp_path: pathlib.Path) -> None:
+    path, chance = tmp_path / "a.parquet", random.Random(0)
+    rows = [{"prompt": f"what is {n}?", "answer": str(n), "level": n} for n in range(500)]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    whole, refusals = path.read_bytes(), []
+    for _ in range(150):
+        damaged = bytearray(whole)
+        for _ in range(8):
+            damaged[chance.randrange(len(whole))] = chance.randrange(256)
+        path.write_bytes(damaged)
+        refusals.append(refusal(PromptSetConfig(name="a", uri=str(path))))
+    refusals = [text for text in refusals if text]
+    assert len(refusals) > 20
+    assert all(str(path) in text and "\n" not in text for text in refusals)
+
+
+def test_a_date_that_python_does_not_have_is_refused_naming_the_row(tmp_path: pathlib.Path) -> None:
+    when = pa.array([0, 1 << 62], pa.timestamp("us"))
+    pyarrow.parquet.write_table(pa.table({"prompt": ["a", "b"], "when": when}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet, row 2, cannot be read"):
+        source(PromptSetConfig(name="a", uri=str(tmp_path / "a.parquet")))
+
+
+def test_a_parquet_column_without_any_value_is_told_as_empty(tmp_path: pathlib.Path) -> None:
+    table = pa.table({"prompt": pa.array([None, None], pa.string()), "answer": ["1", "2"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="the field 'prompt' is empty in every row"):
+        source(PromptSetConfig(name="a", uri=str(tmp_path / "a.parquet")))
+
+
+def test_a_row_nested_almost_too_deeply_costs_at_most_itself(tmp_path: pathlib.Path) -> None:
+    for depth in range(850, 1000):
+        (tmp_path / "a.jsonl").write_text(
+            '{"prompt": "q"}\n{"prompt": "r", "answer": ' + "[" * depth + "]" * depth + "}\n"
+        )
+        text = refusal(PromptSetConfig(name="a", uri=str(tmp_path / "a.jsonl")))
+        assert not text or "line 2, is not JSON" in text
+
+
+def test_an_address_that_does_not_answer_is_refused_with_the_cause() -> None:
+    with pytest.raises(ValueError, match="127") as caught:
+        source(PromptSetConfig(name="a", uri="http://127.0.0.1:9/a.jsonl"))
+    assert "Cannot connect to host" in str(caught.value)
+
+
+def test_an_exception_without_a_text_is_told_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> bytes:
+        raise TimeoutError
+
+    monkeypatch.setattr("pipeline.prompts.file._fetch", refuse)
+    with pytest.raises(ValueError, match=r"cannot read a\.jsonl: TimeoutError"):
+        source(PromptSetConfig(name="a", uri="a.jsonl"))
+
+
 def test_limit_keeps_the_first_usable_rows(tmp_path: pathlib.Path) -> None:
     uri = file(tmp_path / "a.jsonl", [{"prompt": ""}, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
     prompts = open_set(PromptSetConfig(name="a", uri=uri, limit=2), 0)
@@ -193,6 +260,11 @@ def test_limit_keeps_the_first_usable_rows(tmp_path: pathlib.Path) -> None:
         ({"generator": "reasoning-gym/chain_sum", "parameters": {"max_term": 3}}, "max_term"),
         ({"generator": "reasoning-gym/chain_sum", "parameters": {"max_terms": 1}}, "max_terms must be >= min_terms"),
         ({"generator": "reasoning-gym/chain_sum", "parameters": {"seed": 1}}, "set data.seed"),
+        *(
+            ({"generator": "reasoning-gym/chain_sum", "parameters": {"size": size}}, f"size is {size!r}; give a whole")
+            for size in (0, -3, 10**12, True, 2.5, "20")
+        ),
+        ({"generator": "reasoning-gym/chain_sum", "limit": 0}, "limit is 0; give 1 or more"),
         ({"generator": "gym/chain_sum"}, "use reasoning-gym/<task>"),
         ({}, "exactly one of uri and generator"),
         ({"generator": "reasoning-gym/chain_sum", "uri": "a.jsonl"}, "exactly one of uri and generator"),
@@ -216,8 +288,6 @@ def test_an_endless_generator_does_not_repeat_and_a_sized_one_walks_passes() -> 
 
 def test_an_item_does_not_depend_on_which_others_were_drawn_or_on_global_randomness() -> None:
     """list_functions draws from the global generator, pool_matrix from numpy's, acre prepares all items at once."""
-    import random
-
     for task in ("list_functions", "pool_matrix", "acre"):
         config = PromptSetConfig(name="a", generator=f"reasoning-gym/{task}")
         random.seed(1)

@@ -284,6 +284,7 @@ def test_without_torch_the_page_lacks_advantages_and_says_why(run_folder, monkey
 def test_a_run_that_has_trained_nothing_yet_has_a_page(tmp_path):
     config = configuration(tmp_path)
     (tmp_path / "run.json").write_text(config.model_dump_json())
+    (tmp_path / "store").mkdir()
     data = data_of(report(tmp_path))
     assert data["status"]["label"] == "Starting"
     assert data["charts"] == []
@@ -311,6 +312,93 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path, run):
     assert done.stderr.startswith("miles report: ")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "page.html").exists()
+
+
+def refused(folder: pathlib.Path) -> str:
+    """The one line that a report of `folder` ends with."""
+    command = [sys.executable, "-m", "pipeline.report", str(folder), "-o", str(folder / "page.html")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert not (folder / "page.html").exists()
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_a_store_that_is_gone_is_said_to_be_and_nothing_is_made(tmp_path):
+    (tmp_path / "run.json").write_text(configuration(tmp_path).model_dump_json())
+    assert f"its store {(tmp_path / 'store').as_uri()} is not there" in refused(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize("content", ["", "xx", "[]", "{}", '{"name": 5}'])
+def test_a_torn_run_json_is_named(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    assert f"{tmp_path}/run.json is no configuration of a run" in refused(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+
+
+FIRST_SCORES, FIRST_ROW = evaluation_key(0), f"metrics/v1/{Version(1, 1)}.json"
+
+
+@pytest.mark.parametrize(
+    ("key", "content"),
+    [
+        (f"trainer/log/{2:020d}.json", "xx"),
+        (f"trainer/log/{2:020d}.json", ""),
+        (f"trainer/log/{2:020d}.json", '{"type": "stop", "term": 1, "reason": "complete", "step": "x"}'),
+        ("run.json", ""),
+        ("attempts/0.json", "{}"),
+        (FIRST_ROW, "[]"),
+        (FIRST_SCORES, "{}"),
+        (FIRST_SCORES, '{"sets": [1]}'),
+        (FIRST_SCORES, '{"sets": {"x": "y"}}'),
+        (FIRST_SCORES, '{"sets": {"x": {"samples": 1, "count": 1, "avg@1": "high", "per_prompt": []}}}'),
+    ],
+)
+def test_a_torn_file_is_left_out_and_named_and_the_rest_is_shown(run_folder, key, content):
+    (run_folder / "store" / key).write_text(content)
+    data = data_of(report(run_folder))
+    assert f"{key} is damaged, or not what it should be, and is left out." in data["omissions"]
+    assert data["step"] == STEPS
+    assert data["charts"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"run_id": "run-1"}', '{"run_id": "run-1", "version": 5}'])
+def test_a_manifest_that_names_no_version_counts_as_not_delivered(run_folder, content):
+    (run_folder / "model" / "MANIFEST.json").write_text(content)
+    data = data_of(report(run_folder))
+    assert data["delivered"]["detail"] == "not delivered yet"
+    assert any("MANIFEST.json" in sentence for sentence in data["omissions"])
+
+
+def test_files_that_are_none_of_the_runs_own_are_not_looked_at(run_folder):
+    before = data_of(report(run_folder))
+    store = run_folder / "store"
+    strays = ("metrics/v1/.DS_Store", "trainer/log/.DS_Store", "attempts/0 copy.json", "evaluations/v1/best.json")
+    for name in strays:
+        (store / name).write_text("stray")
+    (store / "attempts" / "notes 1.json").write_text(configuration(run_folder, name="other").model_dump_json())
+    after = data_of(report(run_folder))
+    in_store = data_of(asyncio.run(document.build(store.as_uri())))
+    assert after | {"generated": ""} == before | {"generated": ""}
+    assert in_store["name"] == "sums"
+
+
+@pytest.mark.parametrize("name", ["time", "perf/step_s", "async/wait_for_batch_s", "perf/tokens", "reward/mean"])
+def test_a_metric_that_is_no_number_is_a_gap(run_folder, name):
+    file = run_folder / "store" / FIRST_ROW
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"perf/samples": 4, "perf/tokens": 9, name: "soon"}))
+    assert data_of(report(run_folder))["step"] == STEPS
+
+
+def test_a_run_of_an_algorithm_that_this_release_does_not_know_lacks_only_advantages(tmp_path):
+    config = configuration(tmp_path)
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"type": "future"})})
+    (tmp_path / "run.json").write_text(config.model_dump_json())
+    asyncio.run(trained(open_storage(config.store.uri), 2))
+    data = data_of(report(tmp_path))
+    assert "Advantages are missing: this release does not know the algorithm future." in data["omissions"]
+    assert len(data["rollouts"]["trained"]) == 2
 
 
 needs_browser = pytest.mark.skipif(browser.executable() is None, reason="no Chromium: apt-get install chromium")

@@ -100,6 +100,70 @@ async def test_a_reward_that_fails_costs_that_sample_alone_and_says_why(
     assert scorer.failures == {"mine": 1}
 
 
+async def test_a_reward_that_forks_and_returns_twice_gives_each_sample_its_own_score(tmp_path: pathlib.Path) -> None:
+    config = function(tmp_path, "os.fork()\nreturn float(len(completion))")
+    async with Scorer([config]) as scorer:
+        scores = [await scorer.score({**SAMPLE, "completion": "x" * n}) for n in (1, 2, 3, 4)]
+    assert [scored.total for scored in scores] == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("line", ['{"score": 5.0}', '{"id": "0", "score": 5.0}', "what?", "5", "[" * 5000, "9" * 5000])
+async def test_a_reply_that_a_function_forges_costs_that_sample_alone(tmp_path: pathlib.Path, line: str) -> None:
+    body = "import contextlib\nif completion == 'bad':\n    for number in range(3, 20):\n"
+    body += f"        with contextlib.suppress(OSError): os.write(number, {line.encode() + bytes([10])!r})\n"
+    config = function(tmp_path, body + "return float(len(completion))")
+    async with Scorer([config]) as scorer:
+        scores = [await scorer.score({**SAMPLE, "completion": text}) for text in ("x", "bad", "xx", "xxxx")]
+    assert [scored.total for scored in scores] == [1.0, None, 2.0, 4.0]
+    assert scores[1].invalid == "reward mine: its process gave a reply that does not belong to this sample"
+
+
+@pytest.mark.parametrize("then", ["return 1", "time.sleep(60)", "os._exit(9)"])
+async def test_a_daemon_that_a_function_leaves_behind_does_not_hold_up_the_end(
+    tmp_path: pathlib.Path, then: str
+) -> None:
+    body = f"if os.fork() == 0:\n    os.setsid()\n    open('{tmp_path}/pid', 'w').write(str(os.getpid()))\n"
+    config = function(tmp_path, f"{body}    time.sleep(60)\n    os._exit(0)\ntime.sleep(0.1)\n{then}", timeout_s=1.0)
+    started = time.monotonic()
+    try:
+        scored = await score(config)
+        assert time.monotonic() - started < 10
+        assert scored.total == 1.0 or scored.invalid == "reward mine: no answer within 1 s"
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), 9)
+
+
+async def test_a_process_that_cannot_be_started_costs_the_sample(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    async with Scorer([function(tmp_path, "if completion == 'bad': os._exit(9)\nreturn 1")]) as scorer:
+        await scorer.score({**SAMPLE, "completion": "bad"})
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio, "create_subprocess_exec", refuse)
+            refused = await scorer.score(SAMPLE)
+        assert refused.invalid is not None
+        assert "Too many open files" in refused.invalid
+        assert (await scorer.score(SAMPLE)).total == 1.0
+
+
+async def test_an_exception_that_cannot_be_printed_is_told_by_its_type(tmp_path: pathlib.Path) -> None:
+    body = "class Odd(Exception):\n    def __str__(self): raise RuntimeError\nraise Odd"
+    scored = await score(function(tmp_path, body))
+    assert scored.invalid == "reward mine: Odd: (it cannot be printed) (mine.py, line 5)"
+
+
+async def test_an_argument_that_nothing_offers_is_named_with_what_is(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "wants.py").write_text("def f(completion, solution, style='x'):\n    return len(solution)\n")
+    config = RewardConfig(name="a", function="wants.py:f", folder=str(tmp_path))
+    scored = await score(config)
+    assert scored.invalid is not None
+    assert scored.invalid.startswith("reward a: TypeError: there is no solution; name one of answer, completion,")
+    assert (await score(config, solution="abc")).total == 3.0
+
+
 async def test_a_failed_reward_counts_as_zero_where_that_is_asked_for(tmp_path: pathlib.Path) -> None:
     fails = function(tmp_path, "raise ValueError", "fails", on_error="zero", weight=5.0)
     works = function(tmp_path, "return 2", "works")
@@ -295,6 +359,9 @@ async def test_an_endpoint_receives_the_sample_and_replies_its_score(serve: Call
         (200, '{"score": "1"}', 'the reply is not {"score": number}'),
         (200, '{"score": NaN}', "returned nan"),
         (200, "what?", "Expecting value"),
+        (200, '{"score": ' + "9" * 400 + "}", "not a usable number"),
+        (200, '{"score": ' + "9" * 5000 + "}", "integer string conversion"),
+        (200, "[" * 100_000, "recursion"),
         (500, "broken", "answered 500: broken"),
     ],
 )

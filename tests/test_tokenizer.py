@@ -114,6 +114,27 @@ def test_a_folder_without_tokenizer_json_is_refused_with_a_remedy(tmp_path: path
         Tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", ""),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", '{"model": {}}'),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "xx"),
+        ("tokenizer_config.json", '{"eos_token": 5}'),
+        ("generation_config.json", "xx"),
+        ("config.json", "null"),
+    ],
+)
+def test_a_broken_file_is_named_in_one_line(tmp_path: pathlib.Path, name: str, content: str) -> None:
+    folder(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{tmp_path}/{name}") as caught:
+        Tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_broken_template_is_refused_when_the_model_is_opened(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="not valid Jinja"):
         Tokenizer(folder(tmp_path, "{% for %}"))

@@ -235,12 +235,19 @@ def test_a_damaged_newest_checkpoint_costs_steps_but_not_the_result(tmp_path, ti
     assert f"checkpoint {newest.name} is damaged" in caplog.text
 
 
-def test_a_finished_run_that_is_started_again_trains_nothing_and_ends_complete(tmp_path, tiny, uninterrupted):
+def test_a_finished_run_that_is_started_again_trains_nothing_and_ends_complete(
+    tmp_path, tiny, uninterrupted, monkeypatch
+):
+    monkeypatch.setenv("MILES_RUN_DIR", f"{tmp_path}/local")
     config = configure(tmp_path, tiny)
     with worker(config):
         train(config)
+    summary = json.loads((tmp_path / "local" / "summary.json").read_text())
     with worker(config, instance="rollout-1"):
         loop = train(config)
+    again = json.loads((tmp_path / "local" / "summary.json").read_text())
+    assert again == summary | {"term": 2}
+    assert again["samples_per_s"] > 0
     assert_same(trained(loop), uninterrupted)
     assert [record.reason for record in records(config) if isinstance(record, Stop)] == ["complete", "complete"]
 

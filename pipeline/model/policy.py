@@ -1,6 +1,7 @@
 """Building the policy from a Hugging Face folder, and its forward pass."""
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import peft
@@ -14,6 +15,9 @@ from pipeline.batching import EXAMPLE, MicroBatch
 from pipeline.config import LoraConfig, RunConfig, TrainerConfig
 from pipeline.model import attention
 from pipeline.model.logprobs import token_logprobs
+
+NAMED = 3
+"""Tensors that an error names."""
 
 
 class Policy(nn.Module):
@@ -100,16 +104,29 @@ def build(config: RunConfig, device: torch.device, *, frozen: bool = False) -> P
 
 def _load(config: RunConfig, dtype: torch.dtype) -> Any:
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             config.model.path,
             dtype=dtype,
             attn_implementation="sdpa",
             use_safetensors=True,
             trust_remote_code=config.model.trust_remote_code,
             local_files_only=True,
+            output_loading_info=True,
         )
     except ValueError as error:
         raise ValueError(f"model.uri: {config.model.uri} cannot be trained: {error}") from None
+    model, info = loaded
+    _check_complete(info["missing_keys"], config.model.uri)
+    return model
+
+
+def _check_complete(missing: Collection[str], uri: str) -> None:
+    """`missing`: what transformers has filled with random numbers; tied tensors are not among them."""
+    if missing:
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        raise ValueError(
+            f"model.uri: {uri} lacks the tensors {', '.join(sorted(missing)[:NAMED])}{more}: fetch or save it again"
+        )
 
 
 def compute_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype:

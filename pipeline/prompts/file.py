@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import fsspec
-import pyarrow as pa
 import pyarrow.parquet
 
 from pipeline.config import StoreConfig
@@ -29,8 +28,16 @@ def read_rows(uri: str, name: str, store: StoreConfig | None = None) -> Rows:
     try:
         data = _fetch(uri, store)
     except Exception as error:  # each store has its own exceptions
-        raise ValueError(f"{name}: cannot read {uri}: {str(error).splitlines()[0][:300]}") from None
+        raise ValueError(f"{name}: cannot read {uri}: {_cause(error, uri)}") from None
     return READERS[suffix](data, f"{name}: {uri}")
+
+
+def _cause(error: BaseException, uri: str) -> str:
+    """One line of the first in the chain of causes that says more than the address."""
+    text = str(error).strip()
+    if text and text.strip("'\"") != uri:
+        return text.splitlines()[0][:300]
+    return _cause(error.__cause__, uri) if error.__cause__ else type(error).__name__
 
 
 def _fetch(uri: str, store: StoreConfig | None) -> bytes:
@@ -52,8 +59,8 @@ def _jsonl(data: bytes, where: str) -> Rows:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where}, line {number}, is not JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}, line {number}, is not JSON: {str(error)[:300]}") from None
         if not isinstance(row, dict):
             raise ValueError(f'{where}, line {number}, is not an object such as {{"prompt": …}}')
         lines.append(line)
@@ -63,9 +70,16 @@ def _jsonl(data: bytes, where: str) -> Rows:
 def _parquet(data: bytes, where: str) -> Rows:
     try:
         table = pyarrow.parquet.read_table(io.BytesIO(data))
-    except pa.ArrowException as error:
-        raise ValueError(f"{where} is not Parquet: {error}") from None
-    return table.num_rows, lambda number: table.slice(number, 1).to_pylist()[0]
+    except Exception as error:  # a damaged file may raise anything
+        raise ValueError(f"{where} is not Parquet, or damaged: {_cause(error, where)}") from None
+
+    def row(number: int) -> dict[str, Any]:
+        try:
+            return dict(table.slice(number, 1).to_pylist()[0])
+        except Exception as error:  # damaged text, or a date that Python does not have
+            raise ValueError(f"{where}, row {number + 1}, cannot be read: {_cause(error, where)}") from None
+
+    return table.num_rows, row
 
 
 READERS: dict[str, Callable[[bytes, str], Rows]] = {".jsonl": _jsonl, ".ndjson": _jsonl, ".parquet": _parquet}

@@ -57,7 +57,7 @@ class Generator:
             raise ValueError(f"data set {name}: parameter `seed` is not a generator's; set data.seed")
         self.task = generator.removeprefix(PREFIX)
         self.parameters = {key: value for key, value in parameters.items() if key != "size"}
-        self.size: int | None = parameters.get("size")
+        self.size = _size(name, parameters.get("size"))
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         self._base = int.from_bytes(digest) % ITEMS + (HALF if held_out else 0)
         self._chunk = functools.lru_cache(maxsize=2)(self._make_chunk)
@@ -76,6 +76,14 @@ class Generator:
     def _make_chunk(self, chunk: int) -> Any:
         with _seeded(self._base + chunk * CHUNK):
             return create(self.task, {**self.parameters, "seed": self._base + chunk * CHUNK, "size": CHUNK})
+
+
+def _size(name: str, size: Any) -> int | None:
+    if size is None or (type(size) is int and 1 <= size <= ITEMS):
+        return size
+    raise ValueError(
+        f"data set {name}: parameter size is {size!r}; give a whole number from 1 to {ITEMS}, or leave it out"
+    )
 
 
 def create(task: str, parameters: dict[str, Any]) -> Any:

@@ -140,6 +140,8 @@ def open_set(config: PromptSetConfig, seed: int, store: StoreConfig | None = Non
     """The set that `config` describes. `held_out`: of a generator, prompts that training never draws."""
     if (config.uri is None) == (config.generator is None):
         raise ValueError(f"data set {config.name}: give exactly one of uri and generator")
+    if config.limit is not None and config.limit < 1:
+        raise ValueError(f"data set {config.name}: limit is {config.limit}; give 1 or more, or leave it out")
     if config.generator is not None:
         return GeneratedSet(config, seed, held_out)
     return FileSet(config, *read_rows(config.uri or "", f"data set {config.name}", store))
@@ -180,8 +182,11 @@ class FileSet:
         for number in range(count):
             if limit is not None and len(kept) == limit:
                 break
-            row = self._row(number)
-            reason = _unusable(row.get(field)) or _repeated(row, field, self._config.answer_field, seen)
+            try:
+                row = self._row(number)
+                reason = _unusable(row.get(field)) or _repeated(row, field, self._config.answer_field, seen)
+            except RecursionError:
+                reason = "nested too deeply"
             if reason is None:
                 kept.append(number)
             else:
@@ -193,6 +198,11 @@ class FileSet:
     def _report(self, count: int, kept: int, first: str) -> None:
         where = f"data set {self.name} ({self._config.uri})"
         if count and not kept and set(self.left_out) == {"missing"}:
+            if any(self._config.prompt_field in self._row(number) for number in range(count)):
+                raise ValueError(
+                    f"{where}: the field {self._config.prompt_field!r} is empty in every row; "
+                    "fill it, or name another in fields.prompt"
+                )
             columns = ", ".join(sorted(self._row(0))) or "none"
             raise ValueError(
                 f"{where}: no row has the field {self._config.prompt_field!r}; its first row has {columns}. "

@@ -23,7 +23,7 @@ async def build(run: str) -> str:
     past = await history.read(storage)
     shown, omissions = await rollouts.browse(storage, config, past)
     data = {
-        **summary.of(config, past, await source.delivery(config)),
+        **summary.of(config, past, await source.delivery(config, past.omissions)),
         "uri": summary.redacted(uri),
         "generated": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "steps": list(past.metrics),

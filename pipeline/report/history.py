@@ -1,13 +1,14 @@
 """What a run has left in its store, read back: metrics, evaluations, the trainer's log, real rollouts.
 
-Only reads. Works beside a live run and on one whose trainer died: whatever is there, as of now. All that could grow
-without bound is thinned: `Bounds` says how far, `History.omissions` what was left out.
+Only reads. Works beside a live run and on one whose trainer died: whatever is there, as of now. Files that are torn are
+left out, others than the run's own are not looked at, and all that could grow without bound is thinned: `Bounds` says
+how far, `History.omissions` what was left out.
 """
 
 import asyncio
 import collections
 import dataclasses
-import json
+import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -17,13 +18,16 @@ from pipeline import experience, trainer_log
 from pipeline.config import RunConfig
 from pipeline.messages import evaluation_key
 from pipeline.report import source
-from pipeline.storage import Corrupted, ObjectInfo, Storage
+from pipeline.report.source import Document
+from pipeline.storage import Corrupted, Storage
 from pipeline.trainer_log import Plan, Stop, Takeover
 from pipeline.versions import Version
 
 T = TypeVar("T")
-Document = dict[str, Any]
 CONCURRENCY = 32
+ROW = re.compile(r"metrics/v1/(t\d{6}-s\d{20})\.json")
+EVALUATION = re.compile(r"evaluations/v1/s(\d{20})\.json")
+RECORD = re.compile(r"trainer/log/(\d{20})\.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,22 +68,23 @@ class History:
 async def read(storage: Storage, bounds: Bounds = Bounds()) -> History:
     """All of a run but its rollouts. Raises StorageError if the store does not answer."""
     omissions: list[str] = []
-    run = await storage.get("run.json")
-    attempts = await _documents(storage, "attempts", bounds.metrics, omissions, "attempts")
+    began = await storage.head("run.json")
+    run = await source.read(storage, "run.json", omissions)
+    attempts = await _documents(storage, source.ATTEMPT, bounds.metrics, omissions, "attempts")
     rows = await _metrics(storage, bounds, omissions)
-    evaluations = await _documents(storage, "evaluations/v1", bounds.metrics, omissions, "evaluations")
+    evaluations = await _documents(storage, EVALUATION, bounds.metrics, omissions, "evaluations")
     log = await _log(storage, bounds, omissions)
     return History(
-        run=json.loads(run.data) if run else {},
-        attempts=[(int(_stem(key)), config) for key, found in attempts if (config := source.parsed(found))],
+        run=run or {},
+        attempts=_attempts(attempts, omissions),
         metrics=rows,
-        evaluations={int(_stem(key).removeprefix("s")): record for key, record in evaluations},
+        evaluations=_evaluations(evaluations, omissions),
         plans=_plans(log),
         drops=_drops(log),
         quarantined=sum(len(record.quarantined) for record in log if isinstance(record, Plan)),
         stop=_stop(log),
         takeovers=sum(isinstance(record, Takeover) for record in log),
-        started=run.info.modified if run else None,
+        started=began.modified if began else None,
         omissions=omissions,
     )
 
@@ -111,23 +116,75 @@ def thin(items: Sequence[T], count: int) -> list[T]:
 
 async def _metrics(storage: Storage, bounds: Bounds, omissions: list[str]) -> dict[int, Document]:
     newest: dict[int, Version] = {}
-    for info in await storage.list("metrics/v1"):
-        version = Version.parse(_stem(info.key))
+    for name in await _named(storage, ROW):
+        version = Version.parse(name)
         newest[version.step] = max(version, newest.get(version.step, version))
     chosen = thin(sorted(newest), bounds.metrics)
     if len(chosen) < len(newest):
         omissions.append(f"Curves show {len(chosen)} of {len(newest)} steps, evenly spread.")
-    rows = await _each(chosen, lambda step: _json(storage, f"metrics/v1/{newest[step]}.json"))
-    return {step: row for step, row in zip(chosen, rows, strict=True) if row is not None}
+    rows = await _each(chosen, lambda step: source.read(storage, f"metrics/v1/{newest[step]}.json", omissions))
+    return {step: _numbers(row) for step, row in zip(chosen, rows, strict=True) if row is not None}
+
+
+def _numbers(row: Document) -> Document:
+    """What of a row can be drawn."""
+    return {name: value for name, value in row.items() if _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _attempts(records: dict[int, Document], omissions: list[str]) -> list[tuple[int, RunConfig]]:
+    configs = {number: source.parsed(record) for number, record in records.items()}
+    omissions += [source.torn(f"attempts/{number}.json") for number, config in configs.items() if config is None]
+    return [(number, config) for number, config in configs.items() if config is not None]
+
+
+def _evaluations(records: dict[int, Document], omissions: list[str]) -> dict[int, Document]:
+    found = {}
+    for step, record in records.items():
+        sets = record.get("sets")
+        if not isinstance(sets, dict) or not all(map(_is_result, sets.values())):
+            omissions.append(source.torn(evaluation_key(step)))
+        else:
+            found[step] = record
+    return found
+
+
+def _is_result(result: object) -> bool:
+    """Whether it is what pipeline.evaluation writes of a set, as far as a report relies on it."""
+    if not isinstance(result, dict) or not isinstance(result.get("samples"), int):
+        return False
+    scores, score = result.get("per_prompt"), f"avg@{result['samples']}"
+    values = [result.get(name) for name in result if name.startswith(("avg@", "pass@"))]
+    return (
+        isinstance(scores, list)
+        and {score, "count"} <= result.keys()
+        and all(value is None or _is_number(value) for value in [*scores, *values, result["count"]])
+    )
 
 
 async def _log(storage: Storage, bounds: Bounds, omissions: list[str]) -> list[trainer_log.Record]:
-    keys = sorted(info.key for info in await storage.list("trainer/log"))
+    keys = [f"trainer/log/{name}.json" for name in sorted(await _named(storage, RECORD))]
     chosen = keys[-bounds.records :]
     if len(chosen) < len(keys):
         omissions.append(f"Drops are counted over the last {len(chosen)} of {len(keys)} records of the trainer's log.")
-    found = await _each(chosen, storage.get)
-    return [trainer_log.decode(each.data) for each in found if each]
+    found = await _each(chosen, lambda key: _record(storage, key, omissions))
+    return [record for record in found if record is not None]
+
+
+async def _record(storage: Storage, key: str, omissions: list[str]) -> trainer_log.Record | None:
+    try:
+        found = await storage.get(key)
+        record = trainer_log.decode(found.data) if found else None
+    except (Corrupted, ValueError):
+        omissions.append(source.torn(key))
+        return None
+    if isinstance(record, Plan | Stop) and not isinstance(record.step, int):
+        omissions.append(source.torn(key))
+        return None
+    return record
 
 
 def _plans(log: Iterable[trainer_log.Record]) -> dict[int, Plan]:
@@ -147,35 +204,22 @@ def _stop(log: Sequence[trainer_log.Record]) -> Stop | None:
 
 
 async def _documents(
-    storage: Storage, folder: str, limit: int, omissions: list[str], what: str
-) -> list[tuple[str, Document]]:
-    infos = sorted(
-        (info for info in await storage.list(folder) if info.key.endswith(".json")), key=lambda info: _order(info)
-    )
-    chosen = thin(infos, limit)
-    if len(chosen) < len(infos):
-        omissions.append(f"{len(chosen)} of {len(infos)} {what} are shown, evenly spread.")
-    return await _read(storage, chosen)
+    storage: Storage, pattern: re.Pattern[str], limit: int, omissions: list[str], what: str
+) -> dict[int, Document]:
+    """The JSON objects whose keys `pattern` describes, by the number in their key, ascending."""
+    found = {int(name): key for name, key in (await _named(storage, pattern)).items()}
+    chosen = thin(sorted(found), limit)
+    if len(chosen) < len(found):
+        omissions.append(f"{len(chosen)} of {len(found)} {what} are shown, evenly spread.")
+    records = await _each(chosen, lambda number: source.read(storage, found[number], omissions))
+    return {number: record for number, record in zip(chosen, records, strict=True) if record is not None}
 
 
-def _order(info: ObjectInfo) -> tuple[int, str]:
-    """attempts/10.json comes after attempts/9.json."""
-    return len(info.key), info.key
-
-
-async def _read(storage: Storage, infos: Sequence[ObjectInfo]) -> list[tuple[str, Document]]:
-    records = await _each(infos, lambda info: _json(storage, info.key))
-    return [(info.key, record) for info, record in zip(infos, records, strict=True) if record is not None]
-
-
-async def _json(storage: Storage, key: str) -> Document | None:
-    """None for what is gone, damaged or no JSON object: a report shows the rest."""
-    try:
-        found = await storage.get(key)
-        record = json.loads(found.data) if found else None
-    except (Corrupted, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
+async def _named(storage: Storage, pattern: re.Pattern[str]) -> dict[str, str]:
+    """Keys that `pattern` describes, by what it captures; nothing else in the folder is the run's."""
+    folder = pattern.pattern.rpartition("/")[0]
+    matches = [pattern.fullmatch(info.key) for info in await storage.list(folder)]
+    return {match[1]: match[0] for match in matches if match}
 
 
 async def _table(storage: Storage, key: str) -> pa.Table | None:
@@ -195,7 +239,3 @@ async def _each(items: Iterable[T], call: Callable[[T], Awaitable[Any]]) -> list
             return await call(item)
 
     return await asyncio.gather(*map(one, items))
-
-
-def _stem(key: str) -> str:
-    return key.rsplit("/", 1)[-1].removesuffix(".json")

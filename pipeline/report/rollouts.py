@@ -52,11 +52,15 @@ async def browse(storage: Storage, config: RunConfig, past: History) -> tuple[di
             {"step": step, "groups": [describe(each, limit) for each in chosen]} for step, chosen in evaluated
         ],
     }
-    return shown, omissions(past, len(plans), len(trained), limit, estimator is None)
+    said = omissions(past, len(plans), len(trained), limit)
+    return shown, said if estimator else [*said, no_advantages(config)]
 
 
 def estimator_of(config: RunConfig) -> Estimator | None:
-    """The algorithm's own advantages; None where their module cannot be imported: it holds the loss too (torch)."""
+    """The algorithm's own advantages; None where this release has no such algorithm, or where its module cannot be
+    imported: it holds the loss too (torch)."""
+    if config.algorithm.type not in ALGORITHMS:
+        return None
     try:
         found: Estimator = importlib.import_module(ALGORITHMS[config.algorithm.type].module).advantages
     except ImportError:
@@ -139,7 +143,7 @@ def characters(steps: list[tuple[int, Chosen]], limit: int) -> int:
     return sum(min(len(text), limit) for text in texts)
 
 
-def omissions(past: History, wanted: int, found: int, limit: int, no_advantages: bool) -> list[str]:
+def omissions(past: History, wanted: int, found: int, limit: int) -> list[str]:
     said = []
     if wanted < len(past.plans):
         said.append(f"Rollouts of {wanted} of {len(past.plans)} steps are in this page, up to {SAMPLES} samples each.")
@@ -147,8 +151,10 @@ def omissions(past: History, wanted: int, found: int, limit: int, no_advantages:
         said.append(f"The rollouts of {wanted - found} of these steps are no longer in the store.")
     if limit < TEXT_LIMITS[0]:
         said.append(f"Texts are cut to {limit} characters.")
-    if no_advantages:
-        said.append(
-            "Advantages are missing: their module needs a package that is not installed here (extra `trainer`)."
-        )
     return said
+
+
+def no_advantages(config: RunConfig) -> str:
+    if config.algorithm.type not in ALGORITHMS:
+        return f"Advantages are missing: this release does not know the algorithm {config.algorithm.type}."
+    return "Advantages are missing: their module needs a package that is not installed here (extra `trainer`)."

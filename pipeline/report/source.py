@@ -2,14 +2,17 @@
 
 import json
 import pathlib
+import re
 import urllib.parse
 from typing import Any
 
 import pydantic
 
 from pipeline.config import RunConfig
-from pipeline.storage import Storage, StorageError, open_storage
+from pipeline.storage import Corrupted, Storage, StorageError, open_storage
 
+ATTEMPT = re.compile(r"attempts/(\d+)\.json")
+Document = dict[str, Any]
 REMEDY = "name a folder such as runs/NAME, or the prefix s3://BUCKET/…/RUN-ID that store.uri of its configuration gives"
 
 
@@ -22,37 +25,76 @@ async def open_run(run: str) -> tuple[Storage, RunConfig, str]:
         file = folder / "run.json"
         config = parse(file.read_bytes()) if file.is_file() else None
         if config is not None:
-            return open_storage(config.store.uri, config.store.endpoint, config.store.region), config, config.store.uri
+            return _of_configuration(config, file)
+        if not (folder / "attempts").is_dir():
+            fault = f"{file} is no configuration of a run" if file.is_file() else f"{run}: there is no run.json"
+            raise ValueError(f"{fault}; {REMEDY}")
         run = folder.as_uri()
     if not exists(run):
         raise ValueError(f"{run}: there is no such folder; {REMEDY}")
     storage = open_storage(run)
     found = await in_store(storage)
     if found is None:
-        raise ValueError(f"{run}: no configuration of a run lies there; {REMEDY}")
+        raise ValueError(f"{run}: neither attempts/ nor run.json there holds the configuration of a run; {REMEDY}")
     return storage, found, run
+
+
+def _of_configuration(config: RunConfig, file: pathlib.Path) -> tuple[Storage, RunConfig, str]:
+    """`file` is where `config` was found."""
+    store = config.store
+    if not exists(store.uri):
+        raise ValueError(
+            f"{file}: its store {store.uri} is not there: it was moved or deleted, or the run has not begun; {REMEDY}"
+        )
+    return open_storage(store.uri, store.endpoint, store.region), config, store.uri
 
 
 async def in_store(storage: Storage) -> RunConfig | None:
     """The configuration of the newest attempt."""
-    attempts = [info.key for info in await storage.list("attempts") if info.key.endswith(".json")]
-    for key in [*sorted(attempts, key=lambda key: (len(key), key), reverse=True), "run.json"]:
-        found = await storage.get(key)
-        if found and (config := parse(found.data)):
+    numbers = [int(match[1]) for info in await storage.list("attempts") if (match := ATTEMPT.fullmatch(info.key))]
+    for key in [*(f"attempts/{number}.json" for number in sorted(numbers, reverse=True)), "run.json"]:
+        config = parsed(await read(storage, key, []))
+        if config is not None:
             return config
     return None
 
 
-async def delivery(config: RunConfig) -> dict[str, Any] | None:
+async def read(storage: Storage, key: str, omissions: list[str]) -> Document | None:
+    """The JSON object at `key`; None for what is gone, and, with a sentence, for what is damaged or no such thing."""
+    try:
+        found = await storage.get(key)
+        content = json.loads(found.data) if found else None
+    except (Corrupted, ValueError):
+        content = ()
+    if content is None or isinstance(content, dict):
+        return content
+    omissions.append(torn(key))
+    return None
+
+
+def torn(key: str) -> str:
+    return f"{key} is damaged, or not what it should be, and is left out."
+
+
+async def delivery(config: RunConfig, omissions: list[str]) -> Document | None:
     """The manifest of the model that this run delivered; None: not (yet), or its place does not answer."""
     if config.output is None or not exists(config.output.uri):
         return None
     try:
-        found = await open_storage(config.output.uri, config.store.endpoint, config.store.region).get("MANIFEST.json")
+        target = open_storage(config.output.uri, config.store.endpoint, config.store.region)
+        damaged: list[str] = []
+        manifest = await read(target, "MANIFEST.json", damaged)
     except StorageError:
         return None
-    manifest = json.loads(found.data) if found else {}
-    return manifest if manifest.get("run_id") == config.run_id else None
+    if damaged:
+        omissions.append(f"In output.uri, {damaged[0]}")
+    if manifest is None or manifest.get("run_id") != config.run_id:
+        return None
+    version = manifest.get("version")
+    if isinstance(version, list) and len(version) == 2 and all(isinstance(part, int) for part in version):
+        return manifest
+    omissions.append("In output.uri, MANIFEST.json names no version: the model counts as not delivered.")
+    return None
 
 
 def exists(uri: str) -> bool:

@@ -88,7 +88,11 @@ def reward(past: History) -> dict[str, Any] | None:
 
 def speed(past: History) -> dict[str, Any] | None:
     """Over all steps but the first two, in which caches fill and code compiles; as the run's summary.json has it."""
-    rows = [row for row in past.metrics.values() if row.get("perf/step_s") and row.get("perf/samples")]
+    rows = [
+        row
+        for row in past.metrics.values()
+        if row.get("perf/step_s") and "perf/samples" in row and "perf/tokens" in row
+    ]
     if not rows:
         return None
     tokens = metrics.steady_rate(rows, "tokens")

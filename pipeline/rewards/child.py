@@ -1,8 +1,9 @@
 """`python -m pipeline.rewards.child`: runs one reward function for the worker, one sample at a time.
 
-Protocol, one JSON object a line. The first line in is the set-up {function, folder, memory_mib}; the answer is
-{"ready": true} or {"error": why}. Then each line in holds the keyword arguments of one call, each line out
-{"score": number} or {"error": why}. The function's own output goes to standard error, its input is empty.
+Protocol, one JSON object a line: {"id", "message"} in, and a reply with the same id out. The first message is the
+set-up {function, folder, memory_mib}; the reply holds {"ready": true} or {"error": why}. Then each message holds the
+keyword arguments of one call, each reply {"score": number} or {"error": why}. The function's own output goes to
+standard error, its input is empty; a process that it forks off ends where it would return.
 """
 
 import ctypes
@@ -23,26 +24,30 @@ PR_SET_PDEATHSIG = 1
 LARGEST_FILE = 64 << 20
 OPEN_FILES = 256
 MESSAGE_LIMIT = 300
+OWN_PID = os.getpid()
 
 
 def main() -> None:
     requests, replies = _private_pipes()
-    setup = json.loads(requests.readline())
+    request = json.loads(requests.readline())
+    setup = request["message"]
     try:
         _limit(setup["memory_mib"])
         function = load(setup["function"], setup.get("folder"))
+        parameters = list(inspect.signature(function).parameters.values())
     except BaseException as error:  # a user's module may raise anything, SystemExit included
-        _send(replies, {"error": describe(error)})
+        _send(replies, request["id"], {"error": describe(error)})
         return
-    _send(replies, {"ready": True})
-    accepted = _accepted(function)
+    _send(replies, request["id"], {"ready": True})
     for line in requests:
-        arguments = json.loads(line)
-        _send(replies, call(function, {name: arguments[name] for name in arguments if accepted(name)}))
+        request = json.loads(line)
+        _send(replies, request["id"], call(function, parameters, request["message"]))
 
 
-def call(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def call(function: Callable[..., Any], parameters: list[inspect.Parameter], offered: dict[str, Any]) -> dict[str, Any]:
+    """The reply to one request: `function` on those of the `offered` arguments that its `parameters` take."""
     try:
+        arguments = _taken(parameters, offered)
         score = function(**arguments)
         if isinstance(score, bool):
             score = float(score)
@@ -81,16 +86,25 @@ def describe(error: BaseException) -> str:
     """One line: what was raised, and where in the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({pathlib.Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split()).encode(errors="replace").decode()
+    except Exception:
+        text = "(it cannot be printed)"
     return f"{type(error).__name__}: {text}"[:MESSAGE_LIMIT] + where
 
 
-def _accepted(function: Callable[..., Any]) -> Callable[[str], bool]:
-    parameters = inspect.signature(function).parameters.values()
+def _taken(parameters: list[inspect.Parameter], offered: dict[str, Any]) -> dict[str, Any]:
+    """Raises TypeError, naming the argument, where one that the function requires is not offered."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = {parameter.name: parameter for parameter in parameters if parameter.kind not in variable}
+    missing = [name for name, one in named.items() if one.default is one.empty and name not in offered]
+    if missing:
+        raise TypeError(
+            f"there is no {', '.join(missing)}; name one of {', '.join(sorted(offered))}, or give it a default value"
+        )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return lambda name: True
-    names = {parameter.name for parameter in parameters}
-    return lambda name: name in names
+        return offered
+    return {name: value for name, value in offered.items() if name in named}
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -116,8 +130,10 @@ def _limit(memory_mib: int) -> None:
         resource.setrlimit(kind, (bound, bound))
 
 
-def _send(replies: BinaryIO, reply: dict[str, Any]) -> None:
-    replies.write(json.dumps(reply).encode() + b"\n")
+def _send(replies: BinaryIO, identity: str, reply: dict[str, Any]) -> None:
+    if os.getpid() != OWN_PID:
+        os._exit(0)
+    replies.write(json.dumps({"id": identity, **reply}).encode() + b"\n")
     replies.flush()
 
 

@@ -32,7 +32,7 @@ class Endpoint:
         reply = await self.post(self._url, {**body, "metadata": metadata})
         if not isinstance(reply, dict) or not isinstance(reply.get("score"), int | float):
             raise RewardError('the reply is not {"score": number}')
-        return float(reply["score"])
+        return number(reply["score"])
 
     async def post(self, url: str, body: dict[str, Any]) -> Any:
         assert self._session, "start() comes first"
@@ -40,9 +40,18 @@ class Endpoint:
             try:
                 async with self._session.post(url, data=encoded(body), headers=JSON) as response:
                     if response.status != 200:
-                        raise RewardError(f"{url} answered {response.status}: {(await response.text())[:200]}")
+                        text = " ".join((await response.text()).split())
+                        raise RewardError(f"{url} answered {response.status}: {text[:200]}")
                     return await response.json(content_type=None)
             except TimeoutError:
                 raise RewardError(f"no answer within {self._timeout.total:g} s") from None
-            except (aiohttp.ClientError, ValueError) as error:
+            except (aiohttp.ClientError, ValueError, RecursionError) as error:
                 raise RewardError(f"{url}: {error}") from None
+
+
+def number(value: Any) -> float:
+    """What a server replied as a float; raises RewardError where it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RewardError(f"the reply is not a usable number: {error}"[:300]) from None

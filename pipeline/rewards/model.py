@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipeline.rewards.endpoint import Endpoint
+from pipeline.rewards.endpoint import Endpoint, number
 from pipeline.rewards.process import RewardError
 
 
@@ -26,7 +26,7 @@ class RewardModel(Endpoint):
             raise RewardError("the reply is not that of a pooling server") from None
         if not isinstance(data, list) or len(data) != 1:
             raise RewardError("the reward model must have exactly one label")
-        return float(data[0])
+        return number(data[0])
 
     def _input(self, arguments: dict[str, Any]) -> dict[str, Any]:
         if self._form == "ids":

@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 5.0
+"""Longest wait for a process that was killed."""
 LONGEST_LINE = 64 << 20  # bytes
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV")
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -47,8 +50,7 @@ class FunctionProcesses:
         return float(reply["score"])
 
     async def close(self) -> None:
-        for process in list(self._all):
-            await self._end(process)
+        await asyncio.gather(*(self._end(process) for process in list(self._all)))
 
     @contextlib.asynccontextmanager
     async def _process(self) -> AsyncIterator[asyncio.subprocess.Process]:
@@ -84,18 +86,26 @@ class FunctionProcesses:
         return process
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Kill the process with all that it started."""
+        """Kill the process with all that it started, save what left its session."""
         self._all.discard(process)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        # asyncio waits for the pipes as well, which a daemon that the function forked holds open: close our ends.
+        assert process.stdin
+        if not process.stdin.is_closing():
+            process.stdin.transport.abort()
+        process._transport.close()  # type: ignore[attr-defined]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
 
 
 async def _ask(process: asyncio.subprocess.Process, message: dict[str, Any]) -> dict[str, Any]:
+    """The reply to `message`; the id tells it from whatever else the function wrote where replies are."""
+    identity = secrets.token_hex(8)
     assert process.stdin
     assert process.stdout
     try:
-        process.stdin.write(encoded(message))
+        process.stdin.write(encoded({"id": identity, "message": message}))
         await process.stdin.drain()
         line = await process.stdout.readline()
     except (ConnectionError, ValueError):
@@ -103,7 +113,12 @@ async def _ask(process: asyncio.subprocess.Process, message: dict[str, Any]) -> 
     if not line.endswith(b"\n"):
         code = await process.wait()
         raise RewardError(f"its process died ({f'signal {-code}' if code < 0 else f'exit code {code}'})")
-    reply: dict[str, Any] = json.loads(line)
+    try:
+        reply = json.loads(line)
+    except (ValueError, RecursionError):
+        reply = None
+    if not isinstance(reply, dict) or reply.get("id") != identity:
+        raise RewardError("its process gave a reply that does not belong to this sample")
     return reply
 
 

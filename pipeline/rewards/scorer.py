@@ -8,6 +8,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ MOST_PROCESSES = 8
 DEFAULT = RewardConfig(name="generator", library="generator")
 """For runs that list no reward: the generator's own scorer."""
 LIBRARY_MEMORY_MIB = 4096
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +103,10 @@ class Scorer:
             value = await reward.score({**arguments, **config.parameters})
         except RewardError as error:
             return str(error)
+        except Exception as error:  # no descriptors or processes left, a row that JSON does not take, …
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            logger.warning("reward %s: %s", config.name, reason)
+            return reason
         return value if math.isfinite(value) else f"returned {value}"
 
 
