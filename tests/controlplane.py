@@ -206,7 +206,32 @@ def running(folder: pathlib.Path, node_address: str | None = None) -> Iterator[C
             _write_kubeconfig(layout, user, tokens[user])
         start("kube-controller-manager", _controllers(layout), f"https://127.0.0.1:{layout.ports[1]}/healthz")
         start("kube-scheduler", _scheduler(layout), f"https://127.0.0.1:{layout.ports[2]}/healthz")
-        yield ControlPlane(folder, layout.kubeconfig("admin"), str(programs / "kubectl"), layout.kubeconfig("kubelet"))
+        plane = ControlPlane(
+            folder, layout.kubeconfig("admin"), str(programs / "kubectl"), layout.kubeconfig("kubelet")
+        )
+        _keep_parameters_followed(plane)
+        yield plane
+
+
+def _keep_parameters_followed(plane: ControlPlane) -> None:
+    """An API server stops following ConfigMaps when the last admission policy that takes its parameters from one is
+    deleted, and does not begin again for the next. So one stays that concerns no object at all."""
+    name, group = "keeps-parameters-followed", "admissionregistration.k8s.io/v1"
+    nothing = {
+        "apiGroups": ["nothing.example"],
+        "apiVersions": ["v1"],
+        "resources": ["nothings"],
+        "operations": ["CREATE"],
+    }
+    policy = {
+        "paramKind": {"apiVersion": "v1", "kind": "ConfigMap"},
+        "matchConstraints": {"resourceRules": [nothing]},
+        "validations": [{"expression": "true"}],
+    }
+    reference = {"name": name, "namespace": "default", "parameterNotFoundAction": "Allow"}
+    binding = {"policyName": name, "validationActions": ["Deny"], "paramRef": reference}
+    for kind, spec in (("ValidatingAdmissionPolicy", policy), ("ValidatingAdmissionPolicyBinding", binding)):
+        plane.api.apply({"apiVersion": group, "kind": kind, "metadata": {"name": name}, "spec": spec})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,7 +79,7 @@ REFUSED = {
     "too many GPUs in workers": ("spec.rollout.replicas", 3, "asks for 20 GPUs; maxGpus"),
     "too many GPUs in trainers": ("spec.trainer.nodes", 2, "asks for 24 GPUs"),
     "a folder as store": ("spec.store.uri", "file:///var/lib", "pods share none|does not begin as stores"),
-    "a folder as model": ("spec.model.uri", "file:///etc", "write s3://… in place of file:///etc"),
+    "a folder as model": ("spec.model.uri", "file:///etc", "in place of file:///etc|a folder has no revisions"),
     "a folder as tokenizer": ("spec.model.tokenizer", "file:///etc", "pods share none"),
     "a folder as output": ("spec.output.uri", "file:///etc", "pods share none|does not begin as stores"),
     "a folder of prompts": ("spec.evaluation.sets.0.uri", "file:///etc/x.jsonl", "pods share none"),
