@@ -250,7 +250,7 @@ def test_what_rank_0_reports_is_in_the_status(
     ports.reports[namespace] = {"phase": "training", "step": 12, "total_steps": 100, "version": [0, 12]}
     api.create(rljob("sums", namespace))
     until(lambda: status(api, namespace, "sums").get("training", {}).get("step") == 12, "the step is told", 40)
-    assert reason(api, namespace, "sums") == "Training"
+    until(lambda: reason(api, namespace, "sums") == "Training", "the job counts as training", 40)
 
 
 def test_a_suspended_trainer_is_asked_to_pause_with_the_token_of_its_secret(

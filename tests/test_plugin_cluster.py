@@ -77,12 +77,16 @@ def tell(api: Api, job: dict, *conditions: dict, **status) -> None:
 
 
 def add_pod(api: Api, job: dict, part: str = "rollout") -> None:
+    """It stays pending: no node is there for it, whatever nodes other tests have brought."""
     labels = {"miles.dev/job-uid": job["metadata"]["uid"], "miles.dev/component": part}
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": f"arithmetic-{part}-x", "labels": labels},
-        "spec": {"containers": [{"name": "vllm", "image": "nowhere/vllm"}, {"name": "worker", "image": "nowhere/w"}]},
+        "spec": {
+            "nodeSelector": {"nowhere": "true"},
+            "containers": [{"name": "vllm", "image": "nowhere/vllm"}, {"name": "worker", "image": "nowhere/w"}],
+        },
     }
     api.create(pod, job["metadata"]["namespace"])
 
