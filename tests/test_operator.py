@@ -247,8 +247,12 @@ def test_a_replica_killed_during_a_hundred_creations_is_succeeded_and_nothing_is
 def test_what_rank_0_reports_is_in_the_status(
     api: Api, namespace: str, kubelet: Kubelet, ports: StatusPorts, operator: Replica
 ) -> None:
-    ports.reports[namespace] = {"phase": "training", "step": 12, "total_steps": 100, "version": [0, 12]}
+    report = {"phase": "training", "step": 0, "total_steps": 100, "version": [0, 0]}
+    ports.reports[namespace] = report
     api.create(rljob("sums", namespace))
+    until(lambda: status(api, namespace, "sums").get("trainer", {}).get("ready") == 1, "the trainer is ready", 40)
+    time.sleep(1.1)  # times in the status have whole seconds, and a step counts if it is later than its attempt
+    ports.reports[namespace] = report | {"step": 12, "version": [0, 12]}
     until(lambda: status(api, namespace, "sums").get("training", {}).get("step") == 12, "the step is told", 40)
     until(lambda: reason(api, namespace, "sums") == "Training", "the job counts as training", 40)
 
