@@ -21,6 +21,7 @@ from operators.spec.status import RLJobStatus
 LONGEST_VALUE = 60
 MOST_FAULTS = 50  # per document
 TYPE_NAMES = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
+UID = re.compile("[-a-zA-Z0-9]{1,63}")
 SERVER_METADATA = {
     "creationTimestamp",
     "deletionGracePeriodSeconds",
@@ -137,12 +138,15 @@ def _is_ours(value: Any) -> bool:
 
 
 def _as_written(value: Any) -> Any:
-    """The object without what the API server keeps in it; no namespace is the default one, as for kubectl."""
+    """The object without what the API server keeps in it; no namespace is the default one, as for kubectl, and a uid
+    that is none of the server's is overwritten by it."""
     if not isinstance(value, dict):
         return value
     metadata = value.get("metadata")
     if isinstance(metadata, dict):
-        absent = SERVER_METADATA | {key for key in ("namespace", "uid") if metadata.get(key) == ""}
+        absent = SERVER_METADATA | ({"namespace"} if metadata.get("namespace") == "" else set())
+        if isinstance(metadata.get("uid"), str) and not UID.fullmatch(metadata["uid"]):
+            absent |= {"uid"}
         metadata = {key: item for key, item in metadata.items() if key not in absent}
         value = value | {"metadata": metadata}
     return {key: item for key, item in value.items() if key != "status"}

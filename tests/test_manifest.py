@@ -71,6 +71,12 @@ def test_a_key_without_a_value_counts_as_absent(write):
     assert manifest.load_one(write(MINIMAL + "  trainer:\n  rollout:\n    replicas: ~\n")).spec.rollout.replicas == 1
 
 
+@pytest.mark.parametrize("uid", ["''", "a b", "x" * 64])
+def test_a_uid_that_is_none_of_the_servers_counts_as_absent(write, uid):
+    text = MINIMAL.replace("  name: arithmetic\n", f"  name: arithmetic\n  uid: {uid}\n")
+    assert manifest.load_one(write(text)).metadata.uid is None
+
+
 NULLS = """\
   rollout:
     resources: {limits: {cpu: ~, memory: 2Gi}}
