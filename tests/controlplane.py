@@ -32,7 +32,7 @@ from tests.kubeapi import Api, until
 
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
 BUILD = pathlib.Path(__file__).parent / "cluster" / "build.sh"
-START_LIMIT_S = 60.0
+START_LIMIT_S = 120.0
 USERS = {
     "admin": "system:masters",
     "kubelet": "system:masters",
