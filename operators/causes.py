@@ -162,8 +162,6 @@ def _by_code(exits: Sequence[Exit], *codes: int) -> End | None:
         return _disruption(_crash(exit, "").message)
     if exit.code == STOPPED:
         return End("stopped", _crash(exit, "Preempted"))
-    if _store_is_away(exit):
-        return End("failure", _crash(exit, "StoreUnavailable"))
     return End("refused", _crash(exit, _refusal_reason(exit)))
 
 

@@ -9,12 +9,9 @@ from typing import Any
 
 from operators.cache import JobKey
 from operators.cluster import CHILDREN, Cluster
-from operators.observed import Object, Observed
+from operators.observed import Object, Observed, concerns_us
 from operators.spec import KIND
 from operators.statusport import last_words
-
-CONTROLLER = "miles.dev/operator"
-"""The value of spec.managedBy that means us."""
 
 
 async def observe(cluster: Cluster, key: JobKey) -> Observed | None:
@@ -38,10 +35,6 @@ async def observe(cluster: Cluster, key: JobKey) -> Observed | None:
         report=await cluster.status.report(pods) or last_words(pods),
         events=_warnings(cluster, [*children, *pods]),
     )
-
-
-def concerns_us(job: Object) -> bool:
-    return "deletionTimestamp" not in job["metadata"] and job["spec"].get("managedBy", CONTROLLER) == CONTROLLER
 
 
 def needs_the_truth(job: Object, children: Sequence[Object]) -> bool:

@@ -8,6 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 Object = Mapping[str, Any]
+CONTROLLER = "miles.dev/operator"
+"""Value of spec.managedBy that means this operator, as its absence does."""
+
+
+def concerns_us(job: Object) -> bool:
+    """Neither being deleted nor managed by another controller."""
+    return "deletionTimestamp" not in job["metadata"] and job["spec"].get("managedBy", CONTROLLER) == CONTROLLER
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from operators.attempts import Decision
 from operators.causes import is_true
 from operators.conditions import Fact, Facts, timestamp
 from operators.deadlines import has_stepped
-from operators.observed import Deletion, Event, Object, Observed, Plan
+from operators.observed import Deletion, Event, Object, Observed, Plan, concerns_us
 from operators.resolve import Platform
 from operators.situation import EDITION, Situation, deletion, key
 from operators.spec import RLJob
@@ -21,8 +21,6 @@ from operators.spec.status import RLJobStatus
 
 Child = dict[str, Any]
 
-MANAGER = "miles.dev/operator"
-"""Value of spec.managedBy that means us, as its absence does."""
 LOOK = datetime.timedelta(seconds=10)
 """How often a job with pods is looked at: pods are not watched, and progress is asked for."""
 AT_ONCE = datetime.timedelta(0)
@@ -30,7 +28,7 @@ AT_ONCE = datetime.timedelta(0)
 
 def reconcile(observed: Observed, now: datetime.datetime, platform: Platform) -> Plan:
     """What to do now for the job; an empty plan where nothing differs from what is wanted."""
-    if observed.job["metadata"].get("deletionTimestamp") or observed.job["spec"].get("managedBy", MANAGER) != MANAGER:
+    if not concerns_us(observed.job):
         return Plan()
     status = RLJobStatus.model_validate(observed.job.get("status") or {})
     over = conditions.holds(status.conditions, "Complete") or conditions.holds(status.conditions, "Failed")

@@ -349,7 +349,7 @@ def test_what_trying_again_cannot_mend_fails_the_job_at_once(story, reason):
 
 
 def test_a_store_that_does_not_answer_is_tried_again(story):
-    story.end_trainer(code=3, message="PUT s3://team-a/miles/run.json failed for 30 s: 503")
+    story.end_trainer(code=1, message="PUT s3://team-a/miles/run.json failed for 30 s: 503")
     story.look()
     assert story.condition("StoreReady") == ("False", "StoreUnavailable")
     assert story.status["attempt"]["cause"] == "Failure"
