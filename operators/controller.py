@@ -25,6 +25,8 @@ from operators.watch import KINDS, follow
 
 ECHO_S = 0.2
 """Changes of children and of status are gathered for so long; a new or edited job is looked at at once."""
+SPACING_S = 1.0
+"""Between two looks at a job that nothing but such changes asks for."""
 PASS_LIMIT_S = 60.0
 CHECK_S = 60.0
 """Between two comparisons of what the watch of RLJobs told with what there is."""
@@ -57,7 +59,7 @@ class Controller:
         health: Health,
         telemetry: Telemetry,
         namespaces: Sequence[str] = (),
-        workers: int = 32,
+        workers: int = 16,
         may_act: Callable[[], bool] = lambda: True,
     ) -> None:
         self.cluster, self.reconcile, self.platform = cluster, reconcile, platform
@@ -65,6 +67,7 @@ class Controller:
         self.workers, self.may_act = workers, may_act
         self.queue: WorkQueue[JobKey] = WorkQueue(telemetry.waited.observe)
         self.jobs: dict[JobKey, Known] = {}
+        self._looked: dict[JobKey, float] = {}  # at the jobs there are, last (loop time)
         health.stalled_s = self.queue.stalled_s
         telemetry.depth = self.queue.depth
         telemetry.phases = lambda: [known.phase for known in self.jobs.values()]
@@ -120,7 +123,9 @@ class Controller:
     async def _pass(self, key: JobKey) -> float | None:
         observed = await observe(self.cluster, key)
         if observed is None:
+            self._looked.pop(key, None)
             return None
+        self._looked[key] = asyncio.get_running_loop().time()
         plan = self.reconcile(observed, datetime.datetime.now(datetime.UTC), self.platform)
         await carry_out(plan, observed, self.cluster)
         for event in plan.events:
@@ -142,15 +147,22 @@ class Controller:
         )
         self.jobs[key] = known
         is_echo = before is not None and before.generation == known.generation
-        self.queue.add(key, ECHO_S if is_echo else 0.0)
+        if is_echo:
+            self._echo(key)
+        else:
+            self.queue.add(key)
+
+    def _echo(self, key: JobKey) -> None:
+        """A child has changed, or the status."""
+        since = asyncio.get_running_loop().time() - self._looked.get(key, -SPACING_S)
+        self.queue.add(key, max(ECHO_S, SPACING_S - since))
 
     async def _follow(self, group: asyncio.TaskGroup, kind: str) -> None:
         """Follow a kind in every namespace; returns once it was listed."""
         listed = []
         for namespace in self.namespaces or ("",):
             listed.append(asyncio.Event())
-            echo = lambda key: self.queue.add(key, ECHO_S)  # noqa: E731
-            watch = follow(self.cluster, kind, namespace, self.health, echo, listed[-1])
+            watch = follow(self.cluster, kind, namespace, self.health, self._echo, listed[-1])
             group.create_task(watch, name=f"watch {kind}")
         async with asyncio.timeout(START_LIMIT_S):
             for event in listed:
@@ -175,7 +187,7 @@ class Controller:
             everything = loop.time() - resynced > RESYNC_S
             resynced = loop.time() if everything else resynced
             for key in found if everything else missed:
-                self.queue.add(key)
+                self._echo(key)
 
     async def _missed(self) -> tuple[dict[JobKey, int], list[JobKey]]:
         """(the version of each job of which the watch has not told so far, all jobs). Forgets jobs that are gone."""

@@ -1,6 +1,9 @@
 """A work queue of keys: each key waits at most once, is worked on by one worker at a time, and comes back with a
 growing delay after a failure. A key that is added while it is worked on is worked on again afterwards.
 
+What is added without a delay is urgent and overtakes what waited for its time: under a flood of echoes a new job still
+gets its children at once. Every FAIR-th key is taken from the others all the same.
+
 Its size is bounded by the number of different keys. Nothing in it outlives the process: who fills it, fills it anew.
 """
 
@@ -13,6 +16,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 FIRST_DELAY_S = 0.2
 LONGEST_DELAY_S = 60.0
+FAIR = 8
 
 
 def delay_after(failures: int, jitter: float) -> float:
@@ -27,8 +31,10 @@ class WorkQueue(Generic[K]):
         self.waited = waited
         self.busy: dict[K, float] = {}
         """What is worked on now, and since when (loop time)."""
-        self._due: OrderedDict[K, float] = OrderedDict()  # in order, with the time since when
-        self._again: set[K] = set()  # added while busy
+        self._urgent: OrderedDict[K, float] = OrderedDict()  # in order, with the time since when
+        self._due: OrderedDict[K, float] = OrderedDict()  # the same of what is not urgent
+        self._taken = 0
+        self._again: dict[K, bool] = {}  # added while busy, and whether urgently
         self._later: dict[K, asyncio.TimerHandle] = {}
         self._failures: dict[K, int] = {}
         self._finished = 0.0  # loop time
@@ -45,13 +51,14 @@ class WorkQueue(Generic[K]):
             timer.cancel()
             del self._later[key]
         if delay_s > 0:
-            if key not in self._due:
+            if key not in self._due and key not in self._urgent:
                 self._later[key] = asyncio.get_running_loop().call_later(delay_s, self._now_due, key)
         elif key in self.busy:
-            self._again.add(key)
-        elif key not in self._due:
-            self._due[key] = now
-            self._ready.release()
+            self._again[key] = True
+        elif key in self._due:
+            self._urgent[key] = self._due.pop(key)
+        elif key not in self._urgent:
+            self._queue(key, self._urgent)
 
     async def work(self, visit: Callable[[K], Awaitable[float | None]], workers: int) -> None:
         """Runs until cancelled. `visit` returns the seconds after which it wants the key back at the latest, or None;
@@ -62,24 +69,42 @@ class WorkQueue(Generic[K]):
 
     def depth(self) -> int:
         """Keys that are due and not yet worked on."""
-        return len(self._due)
+        return len(self._due) + len(self._urgent)
 
     def stalled_s(self) -> float:
         """Seconds for which keys have been waiting and none was finished; 0 where none waits."""
-        if not self._due and not self.busy:
+        waiting = [since for keys in (self._urgent, self._due) for since in list(keys.values())[:1]]
+        if not waiting and not self.busy:
             return 0.0
-        oldest = min([*list(self._due.values())[:1], *self.busy.values()])
-        return asyncio.get_running_loop().time() - max(oldest, self._finished)
+        return asyncio.get_running_loop().time() - max(min([*waiting, *self.busy.values()]), self._finished)
 
     def _now_due(self, key: K) -> None:
-        self._later.pop(key, None)
-        self.add(key)
+        del self._later[key]
+        if key in self.busy:
+            self._again.setdefault(key, False)
+        else:
+            self._queue(key, self._due)
+
+    def _queue(self, key: K, keys: OrderedDict[K, float]) -> None:
+        """Due now, whatever was appointed."""
+        assert key not in self._due and key not in self._urgent, f"{key} is due twice"
+        timer = self._later.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+        keys[key] = asyncio.get_running_loop().time()
+        self._ready.release()
+
+    def _take(self) -> tuple[K, float]:
+        self._taken += 1
+        fair = self._taken % FAIR == 0 and self._due
+        keys = self._due if fair or not self._urgent else self._urgent
+        return keys.popitem(last=False)
 
     async def _work(self, visit: Callable[[K], Awaitable[float | None]]) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await self._ready.acquire()
-            key, since = self._due.popitem(last=False)
+            key, since = self._take()
             self.busy[key] = loop.time()
             self.waited(loop.time() - since)
             try:
@@ -90,8 +115,8 @@ class WorkQueue(Generic[K]):
                 delay_s = delay_after(failures, random.random())
             del self.busy[key]
             self._finished = loop.time()
-            if key in self._again and key not in self._failures:
-                delay_s = 0.0
-            self._again.discard(key)
-            if delay_s is not None:
+            again = self._again.pop(key, None)
+            if again is not None and key not in self._failures:
+                self._queue(key, self._urgent if again else self._due)
+            elif delay_s is not None:
                 self.add(key, delay_s)

@@ -69,6 +69,46 @@ async def test_keys_are_worked_on_in_the_order_in_which_they_came() -> None:
 
 
 @in_virtual_time
+async def test_what_is_urgent_overtakes_echoes_but_for_every_eighth() -> None:
+    queue, visit = WorkQueue[str](), Recorder()
+    for number in range(4):
+        queue.add(f"echo-{number}", delay_s=0.1)
+    await asyncio.sleep(1)
+    for number in range(10):
+        queue.add(f"new-{number}")
+    async with working(queue, visit, workers=1):
+        await settle()
+    assert visit.seen[:9] == [*(f"new-{number}" for number in range(7)), "echo-0", "new-7"]
+    assert len(visit.seen) == len(set(visit.seen)) == 14
+
+
+@in_virtual_time
+async def test_an_echo_that_waits_becomes_urgent_by_an_urgent_call() -> None:
+    queue, visit = WorkQueue[str](), Recorder()
+    for key in ("a", "b"):
+        queue.add(key, delay_s=0.1)
+    await asyncio.sleep(1)
+    queue.add("b")
+    assert queue.depth() == 2
+    async with working(queue, visit, workers=1):
+        await settle()
+    assert visit.seen == ["b", "a"]
+
+
+@in_virtual_time
+async def test_an_appointment_made_while_a_key_is_worked_on_does_not_double_one_that_follows_at_once() -> None:
+    queue, visit = WorkQueue[str](), Recorder(held=True)
+    queue.add("a")
+    async with working(queue, visit):
+        await settle()
+        queue.add("a", delay_s=5)
+        queue.add("a")
+        visit.gate.set()
+        await asyncio.sleep(20)
+    assert visit.seen == ["a", "a"]
+
+
+@in_virtual_time
 async def test_no_two_workers_have_the_same_key_and_a_key_added_meanwhile_comes_again() -> None:
     queue, visit = WorkQueue[str](), Recorder(held=True)
     queue.add("a")
