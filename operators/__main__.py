@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--service-accounts", default="", type=listed, help="that a job may name, separated by commas")
     parser.add_argument("--egress-cidrs", default=defaults.egress_cidrs, type=listed, help="that pods may reach")
     parser.add_argument("--egress-ports", default=defaults.egress_ports, type=numbers, help="that pods may reach")
-    parser.add_argument("--workers", type=int, default=16, help="jobs that are worked on at once")
+    parser.add_argument("--workers", type=int, default=64, help="jobs that are worked on at once")
     parser.add_argument("--status-timeout", type=float, default=2.0, help="seconds that a trainer has for its report")
     parser.add_argument("--status-url", default=URL, help="where a trainer answers: {ip}, {namespace}, {name}")
     parser.add_argument("--port", type=int, default=8080, help="of /healthz, /readyz and /metrics")

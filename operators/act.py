@@ -1,12 +1,17 @@
 """Carries a Plan out, in the order that makes it safe to be killed after any of its requests.
 
+What pods need, their configuration and the policies that confine them, is there before they are; within each of the two
+groups requests go out together, so that a new job has its children after few round trips of a busy API server.
 A request that fails ends the pass: the error propagates, and the next pass plans anew from what it observes then.
 """
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
 from operators.observed import Event, Object, Observed, Plan
+
+WORKLOADS = ("Deployment", "Job")
 
 
 class Cluster(Protocol):
@@ -38,10 +43,12 @@ async def carry_out(plan: Plan, observed: Observed, cluster: Cluster) -> None:
     job, namespace = observed.job, observed.job["metadata"]["namespace"]
     if plan.pause:
         await cluster.pause(job, observed.pods)
-    if any(desired["kind"] == "Job" for desired in plan.apply):
-        await cluster.ensure_token(job)
-    for desired in plan.apply:
-        await cluster.apply(desired)
+    workloads = [desired for desired in plan.apply if desired["kind"] in WORKLOADS]
+    needed = [cluster.apply(desired) for desired in plan.apply if desired["kind"] not in WORKLOADS]
+    if any(desired["kind"] == "Job" for desired in workloads):
+        needed.append(cluster.ensure_token(job))
+    await _together(needed)
+    await _together([cluster.apply(desired) for desired in workloads])
     for deletion in plan.delete:
         await cluster.delete(deletion.key.kind, deletion.key.name, namespace, deletion.uid)
     if plan.delete_job:
@@ -50,3 +57,10 @@ async def carry_out(plan: Plan, observed: Observed, cluster: Cluster) -> None:
         await cluster.write_status(job, plan.status)
     for event in plan.events:
         await cluster.post_event(job, event)
+
+
+async def _together(requests: Sequence[Awaitable[None]]) -> None:
+    """Waits for all of them, also where one fails; then raises the first failure."""
+    for answer in await asyncio.gather(*requests, return_exceptions=True):
+        if isinstance(answer, BaseException):
+            raise answer

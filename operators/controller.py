@@ -59,7 +59,7 @@ class Controller:
         health: Health,
         telemetry: Telemetry,
         namespaces: Sequence[str] = (),
-        workers: int = 16,
+        workers: int = 64,
         may_act: Callable[[], bool] = lambda: True,
     ) -> None:
         self.cluster, self.reconcile, self.platform = cluster, reconcile, platform

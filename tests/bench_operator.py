@@ -25,7 +25,7 @@ from tests.kubelet import Kubelet
 from tests.replica import Replica, rljob
 
 CHILDREN = {"configmaps", "deployments", "jobs", "networkpolicies", "poddisruptionbudgets", "services"}
-EDITS = 200
+EDITS = 100
 NAMESPACE = "bench"
 LIMIT_S = 900.0
 """Longest wait for anything."""
@@ -122,11 +122,11 @@ def creation(plane: ControlPlane, operator: Replica, folder: pathlib.Path, jobs:
 
 
 def edits(plane: ControlPlane, count: int) -> Iterator[Row]:
-    """From an edit of a job, ten a second, to its status."""
+    """From an edit of a job, two a second, to its status."""
     mark = plane.mark()
     for number in range(count):
         plane.api.patch("RLJob", f"job-{number:04}", NAMESPACE, {"spec": {"rollout": {"replicas": 2}}})
-        time.sleep(0.1)
+        time.sleep(0.5)
     until(lambda: len(told(plane, mark)) == count, f"{count} edits are told of in the status", LIMIT_S)
     yield Row("edit → status, p95", p95(list(told(plane, mark).values())), 0.5, "s")
 

@@ -5,12 +5,13 @@ killed between any two of them, and what it sees lags behind. What must never ha
 come about in the end is one in `World.settle`. Objects are never changed in place, so a snapshot costs nothing.
 """
 
+import asyncio
 import collections
 import copy
 import datetime
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -549,12 +550,19 @@ class Requests:
 
     def __init__(self, operator: Operator, observed: Observed) -> None:
         self.operator, self.world, self.observed = operator, operator.world, observed
+        self.dead = False
 
-    def _send(self, effect: Callable[[], None]) -> None:
+    async def _send(self, effect: Callable[[], None]) -> None:
+        """Requests that go out together arrive in any order; none does after the operator's death."""
         world, dice = self.world, self.world.random
+        for _ in range(dice.randrange(3)):
+            await asyncio.sleep(0)
+        if self.dead:
+            raise Killed
         if dice.random() < 0.2:
             world.tick(dice.uniform(0.1, 1))
         if dice.random() < world.deaths:
+            self.dead = True
             raise Killed
         if dice.random() < world.errors:
             raise Fault("409, 429, 500 or no answer")
@@ -564,17 +572,18 @@ class Requests:
         if dice.random() < world.errors:
             raise Fault("no answer in time")
         if dice.random() < world.deaths:
+            self.dead = True
             raise Killed
 
     async def pause(self, job: Object, pods: list[Object]) -> None:
         jobs = {controller(pod) for pod in pods if pod["status"]["phase"] == "Running"}
-        self._send(lambda: self.world.asked.update(uid for uid in jobs if uid is not None))
+        await self._send(lambda: self.world.asked.update(uid for uid in jobs if uid is not None))
 
     async def ensure_token(self, job: Object) -> None:
-        self._send(lambda: None)
+        await self._send(lambda: None)
 
     async def apply(self, desired: Mapping[str, Any]) -> None:
-        self._send(lambda: self._apply(copy.copy(dict(desired))))
+        await self._send(lambda: self._apply(copy.copy(dict(desired))))
 
     def _apply(self, desired: Dict) -> None:
         world, place = self.world, (desired["kind"], desired["metadata"]["name"])
@@ -598,7 +607,7 @@ class Requests:
             self.operator.answered[place] = world.put(live | desired | {"metadata": metadata})
 
     async def delete(self, kind: str, name: str, namespace: str, uid: str) -> None:
-        self._send(lambda: self._delete(kind, name, uid))
+        await self._send(lambda: self._delete(kind, name, uid))
 
     def _delete(self, kind: str, name: str, uid: str) -> None:
         live = self.world.objects.get((kind, name))
@@ -610,7 +619,7 @@ class Requests:
         raise AssertionError("there is no time to live")
 
     async def write_status(self, job: Object, status: Mapping[str, Any]) -> None:
-        self._send(lambda: self._write_status(job, status))
+        await self._send(lambda: self._write_status(job, status))
 
     def _write_status(self, job: Object, status: Mapping[str, Any]) -> None:
         live = self.world.job
@@ -620,7 +629,7 @@ class Requests:
         self.world.put(live | {"status": dict(status)})
 
     async def post_event(self, job: Object, event: Event) -> None:
-        self._send(lambda: self.world.events.append(event))
+        await self._send(lambda: self.world.events.append(event))
 
 
 def play(seed: int, rounds: int = 60) -> World:
@@ -651,13 +660,11 @@ def _disturbed(world: World, rounds: int) -> None:
                 operator = None
 
 
-def _run(coroutine: Any) -> None:
-    """Nothing in this world waits."""
-    try:
-        coroutine.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("it waited for something")
+LOOP = asyncio.new_event_loop()
+
+
+def _run(coroutine: Coroutine[Any, Any, None]) -> None:
+    LOOP.run_until_complete(coroutine)
 
 
 def holds(status: Mapping[str, Any], kind: str) -> bool:
