@@ -98,14 +98,21 @@ class Job:
         if part == "all":
             pids = [self.process.pid, *descendants(self.process.pid)]
         else:
-            pids = self.pids(part)
-            assert pids, f"no process of {part} to kill:\n{self.screen()}"
+            pids = self._until_there(part)
             pids = [pids[number % len(pids)]]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if part == "all":
             self.process.wait()
+
+    def _until_there(self, part: str) -> list[int]:
+        """Its processes; one that was killed before may still be on its way back."""
+        deadline = time.monotonic() + 60.0
+        while not (pids := self.pids(part)):
+            assert time.monotonic() < deadline, f"no process of {part} to kill:\n{self.screen()}"
+            time.sleep(0.1)
+        return pids
 
     def config(self) -> RunConfig:
         return load(str(self.folder / "run.json"))
