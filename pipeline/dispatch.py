@@ -15,15 +15,12 @@ from pipeline.intake import Intake
 from pipeline.leases import Holder, Lease, Ledger, Suspicions, grant
 from pipeline.messages import shard_key
 from pipeline.planning import Choice
-from pipeline.roster import GETS_AT_ONCE, Known, Roster
+from pipeline.roster import GETS_AT_ONCE, GONE_AFTER, Known, Roster
 from pipeline.storage import Storage
 from pipeline.trainer_log import DropReason, Plan
 from pipeline.versions import Version
 
 log = logging.getLogger(__name__)
-
-FORGET_AFTER = 10
-"""Lease time-outs after which a revoked, silent writer is no longer mentioned."""
 
 
 class Dispatcher:
@@ -135,7 +132,7 @@ class Dispatcher:
 
     def _forget(self) -> None:
         for known in list(self.roster.writers.values()):
-            long_gone = self.roster.silence(known) > FORGET_AFTER * self.rollout.lease_timeout_s
+            long_gone = self.roster.silence(known) > GONE_AFTER * self.rollout.lease_timeout_s
             if not known.live and long_gone and self.ledger.cursor(known.ulid, known.cursor) == known.cursor:
                 del self.roster.writers[known.ulid]
 

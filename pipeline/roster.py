@@ -3,7 +3,8 @@
 Listing writers/ tells which heartbeats have changed; only those are read. Silence is measured in the trainer's own
 time: the sum of the intervals between its successful writes of control/state.json, by the store's clock, each cut
 at `longest_beat_s`. So neither an outage of the store nor a pause of the trainer counts against anybody, and no
-worker's clock matters.
+worker's clock matters. What a writer long gone has left in writers/ is deleted: the folder holds those of the last
+GONE_AFTER time-outs, however often workers are replaced.
 """
 
 import asyncio
@@ -17,6 +18,8 @@ from pipeline.storage import Corrupted, ObjectInfo, Storage
 log = logging.getLogger(__name__)
 
 GETS_AT_ONCE = 32
+GONE_AFTER = 10
+"""Lease time-outs after which a revoked, silent writer is no longer mentioned, and its heartbeat deleted."""
 
 
 @dataclasses.dataclass
@@ -78,7 +81,9 @@ class Roster:
 
     async def refresh(self) -> list[tuple[Known, str]]:
         """Learn of new writers and new heartbeats; returns the (writer, reason)s to be revoked."""
-        changed = [info for info in await self.storage.list(WRITERS_FOLDER) if self._is_news(info)]
+        listed = await self.storage.list(WRITERS_FOLDER)
+        await self._sweep(listed)
+        changed = [info for info in listed if self._is_news(info)]
         gate = asyncio.Semaphore(GETS_AT_ONCE)
         heartbeats = await asyncio.gather(*(self._read(info, gate) for info in changed))
         for info, heartbeat in zip(changed, heartbeats, strict=True):
@@ -93,8 +98,14 @@ class Roster:
             known.heartbeat, known.listed, known.heard = heartbeat, (info.etag, info.modified), self.elapsed
         return list((self._silent() | self._superseded()).values())
 
+    async def _sweep(self, listed: list[ObjectInfo]) -> None:
+        """Delete, a few at a time, what writers have left that are not known any more, or never were."""
+        old = self.now - GONE_AFTER * self.lease_timeout_s
+        gone = [info.key for info in listed if _ulid(info) not in self.writers and info.modified < old]
+        await asyncio.gather(*(self.storage.delete(key) for key in gone[:GETS_AT_ONCE]))
+
     def _is_news(self, info: ObjectInfo) -> bool:
-        known = self.writers.get(info.key.removeprefix(f"{WRITERS_FOLDER}/").removesuffix(".json"))
+        known = self.writers.get(_ulid(info))
         if known is not None:
             return known.listed != (info.etag, info.modified)
         return self.now - info.modified <= self.lease_timeout_s  # else it left before this trainer came
@@ -125,3 +136,7 @@ class Roster:
             for known in self.live()
             if self.silence(known) > self.lease_timeout_s
         }
+
+
+def _ulid(info: ObjectInfo) -> str:
+    return info.key.removeprefix(f"{WRITERS_FOLDER}/").removesuffix(".json")

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from pipeline.messages import Heartbeat, writer_key
-from pipeline.roster import Roster
+from pipeline.roster import GONE_AFTER, Roster
 from pipeline.storage import MemoryStorage, Object
 from pipeline.versions import Version
 
@@ -89,3 +89,20 @@ async def test_an_unreadable_heartbeat_is_passed_over_until_it_is_readable(store
     await beat(store, "A")
     await roster.refresh()
     assert list(roster.writers) == ["A"]
+
+
+async def test_what_writers_long_gone_have_left_is_deleted_and_the_others_stay(
+    store: MemoryStorage, roster: Roster, clock
+):
+    await beat(store, "LOST", "rollout-1")
+    roster.wrote(clock.time)
+    await roster.refresh()
+    await beat(store, "STRANGER", "rollout-2")
+    clock.time += GONE_AFTER * 60.0 + 1
+    await beat(store, "LIVE", "rollout-0")
+    roster.wrote(clock.time)
+    await roster.refresh()
+    assert sorted(store.memory.objects) == [writer_key("LIVE"), writer_key("LOST")]  # LOST is still to be told so
+    del roster.writers["LOST"]
+    await roster.refresh()
+    assert list(store.memory.objects) == [writer_key("LIVE")]
