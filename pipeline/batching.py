@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from pipeline import experience
 from pipeline.experience import Damaged, Ragged
-from pipeline.storage import Storage
+from pipeline.storage import Corrupted, Storage
 from pipeline.trainer_log import Plan
 
 
@@ -48,11 +48,22 @@ class Batch:
         return np.diff(self.completions.offsets)
 
 
+class Unreadable(Damaged):
+    """Shards of a plan are not what was planned any more. `shards`: key → reason."""
+
+    def __init__(self, shards: dict[str, str]):
+        super().__init__("; ".join(shards.values()))
+        self.shards = shards
+
+
 async def load_plan(storage: Storage, plan: Plan) -> Batch:
-    """Read the plan's groups. Raises Damaged if a shard is not what was planned, StorageError if it cannot be read."""
+    """Read the plan's groups. Raises Unreadable, naming every shard that is not what was planned, StorageError if the
+    store does not answer."""
     digests = {group.key: group.sha256 for group in plan.groups}
     read = await asyncio.gather(*(_read(storage, key, digest) for key, digest in digests.items()))
-    shards = dict(zip(digests, read, strict=True))
+    if damaged := {key: reason for key, reason in zip(digests, read, strict=True) if isinstance(reason, str)}:
+        raise Unreadable(damaged)
+    shards: dict[str, pa.Table] = dict(zip(digests, read, strict=True))
     parts = [shards[group.key].slice(group.start, group.stop - group.start) for group in plan.groups]
     for group, part in zip(plan.groups, parts, strict=True):
         if set(part["index"].to_pylist()) != {group.index}:
@@ -61,13 +72,17 @@ async def load_plan(storage: Storage, plan: Plan) -> Batch:
     return _batch(pa.concat_tables(parts).combine_chunks(), np.repeat(np.arange(len(parts)), sizes))
 
 
-async def _read(storage: Storage, key: str, digest: str) -> pa.Table:
-    found = await storage.get(key)
-    if found is None:
-        raise Damaged(f"{key}: planned, but not in the store")
-    if hashlib.sha256(found.data).hexdigest() != digest:
-        raise Damaged(f"{key}: its sha256 is not the planned one; the shard was changed after it was written")
-    return experience.decode(found.data)
+async def _read(storage: Storage, key: str, digest: str) -> pa.Table | str:
+    """The shard, or why it cannot be trained."""
+    try:
+        found = await storage.get(key)
+        if found is None:
+            return f"{key}: planned, but not in the store"
+        if hashlib.sha256(found.data).hexdigest() != digest:
+            return f"{key}: its sha256 is not the planned one; the shard was changed after it was written"
+        return experience.decode(found.data)
+    except (Corrupted, Damaged) as error:
+        return str(error)
 
 
 def _batch(table: pa.Table, groups: np.ndarray) -> Batch:
@@ -96,10 +111,12 @@ def _parts(table: pa.Table) -> dict[str, np.ndarray]:
 
 
 def updates(batch: Batch, count: int) -> list[np.ndarray]:
-    """The samples [N] bool that take part in each of `count` optimizer updates: whole groups, in the plan's order."""
+    """The samples [N] bool that take part in each of `count` optimizer updates: whole groups, in the plan's order.
+
+    As many groups in each, unless some of the plan have been withdrawn.
+    """
     number = int(batch.groups.max()) + 1
-    assert number % count == 0, f"{number} groups cannot be split into {count} equal updates"
-    return [batch.valid & (batch.groups // (number // count) == update) for update in range(count)]
+    return [batch.valid & (batch.groups * count // number == update) for update in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ import dataclasses
 import json
 import logging
 import random
+from collections.abc import Mapping
 from typing import Any
 
 from pipeline import resume
@@ -31,7 +32,7 @@ from pipeline.messages import SHARDS_FOLDER, ControlState, evaluation_key
 from pipeline.resume import State
 from pipeline.roster import Known, Roster
 from pipeline.storage import Storage, StorageError
-from pipeline.trainer_log import Collect, Plan, Record, Stop, TrainerLog
+from pipeline.trainer_log import Collect, Drop, Plan, Quarantine, Record, Stop, TrainerLog, Withdraw
 from pipeline.versions import Version
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,8 @@ class Coordinator:
                 if record.step != self._logged:
                     raise StorageError(f"trainer/log has no plan of step {self._logged}: records have been deleted")
                 self._enter(dataclasses.replace(record, replayed=True), number + 1)
+            elif isinstance(record, Withdraw) and record.step > self.step:
+                self._withdraw(record)
             elif isinstance(record, Collect) and record.below > saved.position:
                 raise ValueError(f"the checkpoint of step {self.step} is too old: what followed it has been deleted")
 
@@ -197,6 +200,23 @@ class Coordinator:
     def _enter(self, plan: Plan, position: int) -> None:
         self.dispatcher.enter(plan)
         self._positions[plan.step] = position
+
+    async def withdraw(self, step: int, damaged: Mapping[str, str]) -> Plan:
+        """Leave out of `step`, which is not trained yet, the groups in the shards of `damaged` (key → reason).
+
+        Returns what is left of its plan; no later trainer will train them either. Raises Fenced.
+        """
+        drops = tuple(Drop(group.index, "damaged") for group in self.ledger.plans[step].groups if group.key in damaged)
+        shards = tuple(Quarantine(key, reason) for key, reason in sorted(damaged.items()))
+        record = Withdraw(step, self.term, drops, shards)
+        await self.log.append(record)
+        self._withdraw(record)
+        self.dropped["damaged"] += len(drops)
+        return self.ledger.plans[step]
+
+    def _withdraw(self, record: Withdraw) -> None:
+        self.ledger.withdraw(record)
+        self.dispatcher.intake.logged(record.quarantined)
 
     async def finish_step(self, step: int) -> None:
         """`step` has been trained."""

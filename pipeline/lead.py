@@ -68,6 +68,9 @@ class Lead:
     async def next_plan(self, step: int) -> Plan:
         return await self.coordinator.next_plan(step)
 
+    async def withdraw(self, step: int, damaged: dict[str, str]) -> Plan:
+        return await self.coordinator.withdraw(step, damaged)
+
     def check(self) -> None:
         """Raise whatever ended the coordinator's task."""
         if self._task is not None and self._task.done():

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pipeline.trainer_log import Drop, DropReason, GroupRef, Plan
+from pipeline.trainer_log import Drop, DropReason, GroupRef, Plan, Withdraw
 
 
 class Frontier:
@@ -149,15 +149,22 @@ class Ledger:
             self.aside.pop(drop.index, None)
         self.frontier.close(drop.index for drop in plan.drops)
 
+    def withdraw(self, withdrawn: Withdraw) -> None:
+        """Enter a withdrawal that is in the log: its groups are closed, though their permits are held until `publish`;
+        what else its shards hold is free again."""
+        self.plans[withdrawn.step] = self.plans[withdrawn.step].without(withdrawn)
+        self.frontier.close(drop.index for drop in withdrawn.drops)
+        keys = {shard.key for shard in withdrawn.quarantined}
+        self.delivered = {index: group for index, group in self.delivered.items() if group.ref.key not in keys}
+
     def finish(self, step: int) -> None:
         """The step is trained; its groups stay open until `publish`."""
         self.frontier.close(group.index for group in self.plans[step].groups)
 
     def publish(self, step: int) -> None:
         """The policy behind `step` is out: its groups and those of earlier steps are no longer open."""
-        for finished in [number for number in self.plans if number <= step]:
-            for group in self.plans.pop(finished).groups:
-                del self.planned[group.index]
+        self.plans = {number: plan for number, plan in self.plans.items() if number > step}
+        self.planned = {index: number for index, number in self.planned.items() if number > step}
 
     def cursor(self, writer: str, sequence: int) -> int:
         """Where to read `writer` again so that nothing unplanned is lost, having read up to `sequence`."""

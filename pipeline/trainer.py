@@ -27,6 +27,7 @@ import transformers
 
 from pipeline import batching, checkpoint, distributed, launch, termination, weights
 from pipeline.background import Background
+from pipeline.batching import Batch, Unreadable
 from pipeline.clock import SystemClock
 from pipeline.config import RunConfig
 from pipeline.lead import Lead
@@ -107,7 +108,7 @@ class Trainer:
         plan: Plan = self._lead("next_plan", version.step, phase="waiting")
         waited = time.perf_counter() - asked
         self._enter("replaying" if plan.replayed else "training")
-        batch = self.background.run(batching.load_plan(self.storage, plan))
+        batch = self._load(plan)
         try:
             row = self.learner.update(batch, version.step, self._agree_to_stop)
         except Interrupted:
@@ -126,6 +127,26 @@ class Trainer:
             self.background.run(self.lead.record(version, row))
             log.info("step %d of %d: %s", version.step, self.config.algorithm.total_steps, _headline(row))
         return version
+
+    def _load(self, plan: Plan) -> Batch:
+        """The plan's samples, without those in shards that have been damaged since it was made; collective."""
+        while True:
+            damaged: dict[str, str] = {}
+            try:
+                batch = self.background.run(batching.load_plan(self.storage, plan))
+            except Unreadable as error:
+                damaged = error.shards
+            for others in distributed.gather(damaged):
+                damaged = others | damaged
+            if not damaged:
+                return batch
+            if all(group.key in damaged for group in plan.groups):
+                raise Hopeless(
+                    f"step {plan.step}: none of its groups can be read any more ({min(damaged.values())}): "
+                    "restore these objects, or start a new run"
+                )
+            log.warning("step %d is trained without the groups of %s", plan.step, "; ".join(damaged.values()))
+            plan = self._lead("withdraw", plan.step, damaged)
 
     def _count_skips(self, row: Row, step: int) -> None:
         self.skips = self.skips + 1 if row["actor/skipped"] else 0

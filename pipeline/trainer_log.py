@@ -8,17 +8,19 @@ or a higher one means that it has been replaced. So no two trainers run past one
     {"type": "takeover", "term"}
     {"type": "plan", "term", "step", "groups": [{"index", "key", "sha256", "start", "stop"}, …],
      "drops": [{"index", "reason"}, …], "quarantined": [{"key", "reason"}, …]}
+    {"type": "withdraw", "term", "step", "drops", "quarantined"}    what of a logged plan cannot be read any more
     {"type": "collect", "term", "below"}          nobody resumes from a position below; appended before deleting
     {"type": "stop", "term", "reason", "step"}
 """
 
+import asyncio
 import dataclasses
 import json
 from typing import Literal, get_args
 
 from pipeline.storage import Conflict, Storage
 
-DropReason = Literal["stale", "no-spread", "failed", "orphaned", "invalid"]
+DropReason = Literal["stale", "no-spread", "failed", "orphaned", "invalid", "damaged"]
 DROP_REASONS: tuple[str, ...] = get_args(DropReason)
 
 
@@ -70,6 +72,22 @@ class Plan:
     replayed: bool = False
     """The log had it already when this trainer took over; not part of the record."""
 
+    def without(self, withdrawn: "Withdraw") -> "Plan":
+        """What is left of the plan."""
+        gone = {drop.index for drop in withdrawn.drops}
+        return dataclasses.replace(self, groups=tuple(group for group in self.groups if group.index not in gone))
+
+
+@dataclasses.dataclass(frozen=True)
+class Withdraw:
+    """Groups of a plan whose shards have been damaged since. Appended before the step is trained without them, so that
+    every later trainer leaves them out as well, even if it should be able to read them."""
+
+    step: int
+    term: int
+    drops: tuple[Drop, ...]
+    quarantined: tuple[Quarantine, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class Collect:
@@ -85,7 +103,10 @@ class Stop:
     step: int
 
 
-Record = Takeover | Plan | Collect | Stop
+Record = Takeover | Plan | Withdraw | Collect | Stop
+
+
+KINDS: dict[str, type[Record]] = {kind.__name__.lower(): kind for kind in get_args(Record)}
 
 
 class TrainerLog:
@@ -95,6 +116,7 @@ class TrainerLog:
         self.storage = storage
         self.position = 0
         self.term = 0
+        self._appending = asyncio.Lock()
 
     async def take_over(self, position: int = 0, term: int = 0) -> list[tuple[int, Record]]:
         """Fence every earlier trainer; returns the (number, record)s from `position` to the takeover exclusive.
@@ -115,7 +137,8 @@ class TrainerLog:
         After a StorageError this log must not be used further: the restarted trainer will see what is there.
         """
         assert record.term == self.term > 0, "take over first"
-        adopted = await self._append(record)
+        async with self._appending:  # the next plan may come while this one is withdrawn, or old shards are collected
+            adopted = await self._append(record)
         assert not adopted, "a trainer of a lower term wrote past a takeover"
 
     async def _append(self, record: Record) -> list[tuple[int, Record]]:
@@ -154,10 +177,10 @@ def decode(data: bytes) -> Record:
         kind = content.pop("type")
         if kind == "plan":
             content["groups"] = tuple(GroupRef(**group) for group in content["groups"])
+        if kind in ("plan", "withdraw"):
             content["drops"] = tuple(Drop(**drop) for drop in content["drops"])
             content["quarantined"] = tuple(Quarantine(**shard) for shard in content["quarantined"])
-        kinds: dict[str, type[Record]] = {"takeover": Takeover, "plan": Plan, "collect": Collect, "stop": Stop}
-        return kinds[kind](**content)
+        return KINDS[kind](**content)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a record of the trainer's log: {data[:200]!r} ({error})") from None
 

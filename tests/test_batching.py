@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline import batching, experience
-from pipeline.batching import EMPTY, EXAMPLE
+from pipeline.batching import EMPTY, EXAMPLE, Unreadable
 from pipeline.experience import Damaged, Rollout, RolloutGroup
 from pipeline.storage import MemoryBucket, Storage
 from pipeline.trainer_log import GroupRef, Plan
@@ -99,6 +99,17 @@ async def test_a_shard_that_has_gone_is_named(store):
         await batching.load_plan(store, plan)
 
 
+async def test_every_shard_that_is_not_what_was_planned_is_named_at_once(store):
+    shards = {f"{name}.parquet": [group(number, [1], [rollout([5])])] for number, name in enumerate("abc")}
+    plan = await planned(store, shards, [(key, 0) for key in shards])
+    await store.delete("a.parquet")
+    found = store.bucket.objects["c.parquet"]
+    store.bucket.objects["c.parquet"] = dataclasses.replace(found, data=found.data[:-1])
+    with pytest.raises(Unreadable) as caught:
+        await batching.load_plan(store, plan)
+    assert list(caught.value.shards) == ["a.parquet", "c.parquet"]
+
+
 async def test_rows_of_another_prompt_are_refused(store):
     plan = await planned(store, {"a.parquet": [group(4, [1], [rollout([5])])]}, [("a.parquet", 0)])
     wrong = dataclasses.replace(plan, groups=(dataclasses.replace(plan.groups[0], index=5),))
@@ -111,6 +122,12 @@ def test_updates_split_whole_groups_in_the_plans_order():
     first, second = batching.updates(batch, 2)
     assert first.tolist() == [True, False, True, True, False, False, False, False]
     assert second.tolist() == [False] * 4 + [True] * 4
+
+
+def test_updates_of_a_plan_that_has_lost_groups_still_take_every_sample_once():
+    batch = batch_of([([1], [[1], [2]])] * 3)
+    assert np.sum(batching.updates(batch, 2), axis=0).tolist() == [1] * 6
+    assert np.sum(batching.updates(batch, 4), axis=0).tolist() == [1] * 6
 
 
 # Packing

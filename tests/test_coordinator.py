@@ -351,6 +351,35 @@ async def test_a_damaged_shard_is_named_in_the_next_plan_and_its_indices_are_gra
     assert (await plan_now(trainer, 2)).quarantined == ()
 
 
+async def test_groups_whose_shard_was_damaged_after_they_were_planned_are_left_out_for_good(scene: Scene):
+    trainer = await scene.trainer()
+    a, b = await scene.writer("a"), await scene.writer("b")
+    await scene.tick(trainer)
+    mine, yours = sorted(await scene.leases(a)), sorted(await scene.leases(b))
+    rotten = await a.commit([group(index) for index in mine])
+    await b.commit([group(index) for index in yours])
+    await scene.tick(trainer)
+    plan = await plan_now(trainer, 1)
+    lost = [reference.index for reference in plan.groups if reference.key == rotten]
+    kept = [index for index in indices(plan) if index not in lost]
+    assert lost
+    assert kept
+    left = await trainer.withdraw(1, {rotten: "torn"})
+    assert indices(left) == kept
+    assert trainer.statistics()["dropped"] == {"damaged": len(lost)}
+    assert len(trainer.ledger.planned) == SIZE  # the permits are held until the step is published
+
+    successor = await scene.trainer()
+    replayed = await plan_now(successor, 1)
+    assert indices(replayed) == kept  # though it could read them
+    assert replayed.replayed
+    await finish(successor, 1)
+    assert all(index in successor.ledger.frontier for index in indices(plan))
+    await scene.tick(successor)
+    assert successor.ledger.capacity(2 * SIZE) == 0
+    assert [index for index in mine if index not in lost and not successor.ledger.taken(index)] == []
+
+
 async def test_an_incomplete_group_is_quarantined(scene: Scene):
     trainer = await scene.trainer()
     writer = await scene.writer("rollout-0")

@@ -26,7 +26,7 @@ from pipeline.learner import Interrupted, Learner
 from pipeline.model.attention import Block
 from pipeline.storage import open_storage
 from pipeline.trainer import Hopeless, Stopped, Trainer
-from pipeline.trainer_log import Collect, Fenced, GroupRef, Plan, Stop, decode
+from pipeline.trainer_log import Collect, Fenced, GroupRef, Plan, Stop, Withdraw, decode
 from pipeline.versions import Version
 from tests import fake_worker, models
 
@@ -330,6 +330,44 @@ def test_experience_that_no_checkpoint_needs_is_deleted_where_that_is_asked_for(
     assert [record.below for record in records(config) if isinstance(record, Collect)] == sorted(
         record.below for record in records(config) if isinstance(record, Collect)
     )
+
+
+def test_a_shard_that_rots_after_it_was_planned_costs_its_groups_and_not_the_run(tmp_path, tiny, monkeypatch, caplog):
+    config = configure(
+        tmp_path, tiny, algorithm__prompts_per_step=3, algorithm__total_steps=3, rollout__max_concurrent_groups=1
+    )
+
+    async def plan_and_rot(self, step, next_plan=Lead.next_plan):
+        plan = await next_plan(self, step)
+        if step == 2:
+            tmp_path.joinpath("run", plan.groups[1].key).write_bytes(b"rot")
+        return plan
+
+    monkeypatch.setattr(Lead, "next_plan", plan_and_rot)
+    with worker(config):
+        loop = train(config)
+    assert loop.version.step == 3
+    assert "step 2 is trained without the groups of" in caplog.text
+    records = [decode(data) for _, data in sorted(listed(config, "trainer/log").items())]
+    (withdrawn,) = [record for record in records if isinstance(record, Withdraw)]
+    assert [drop.reason for drop in withdrawn.drops] == ["damaged"]
+
+
+def test_a_step_that_has_lost_all_its_shards_ends_the_run_in_one_sentence(tmp_path, tiny, monkeypatch):
+    config = configure(tmp_path, tiny)
+
+    async def plan_and_delete(self, step, next_plan=Lead.next_plan):
+        plan = await next_plan(self, step)
+        for group in plan.groups:
+            tmp_path.joinpath("run", group.key).unlink(missing_ok=True)
+        return plan
+
+    monkeypatch.setattr(Lead, "next_plan", plan_and_delete)
+    with (
+        worker(config),
+        pytest.raises(Hopeless, match=r"step 1: none of its groups can be read any more .*restore these"),
+    ):
+        train(config)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(tmp_path, tiny):

@@ -13,6 +13,7 @@ from pipeline.trainer_log import (
     Stop,
     Takeover,
     TrainerLog,
+    Withdraw,
     decode,
     encode,
 )
@@ -27,12 +28,20 @@ def plan(step: int, term: int) -> Plan:
     [
         Takeover(3),
         Plan(2, 1, (GroupRef(7, "k", "ab", 4, 8),), (Drop(3, "stale"),), (Quarantine("d", "torn"),)),
+        Withdraw(2, 1, (Drop(7, "damaged"),), (Quarantine("k", "torn"),)),
         Collect(2, below=17),
         Stop(2, "complete", 9),
     ],
 )
 def test_a_record_survives_its_encoding(record):
     assert decode(encode(record)) == record
+
+
+def test_a_plan_from_which_groups_are_withdrawn_keeps_the_others_in_order():
+    references = tuple(GroupRef(index, "k", "ab", 0, 4) for index in (7, 3, 5))
+    left = Plan(2, 1, references, replayed=True).without(Withdraw(2, 1, (Drop(3, "damaged"),), ()))
+    assert [group.index for group in left.groups] == [7, 5]
+    assert left.replayed
 
 
 def test_that_a_plan_is_replayed_is_not_part_of_the_record():
@@ -60,6 +69,13 @@ async def test_replay_starts_at_the_position_of_the_checkpoint(storage: Storage)
     await first.append(plan(2, 1))
     assert await second.take_over(position=2, term=1) == [(2, plan(2, 1))]
     assert second.term == 2
+
+
+async def test_records_appended_at_the_same_time_follow_one_another(storage: Storage):
+    log = TrainerLog(storage)
+    await log.take_over()
+    await asyncio.gather(*(log.append(Collect(1, below=number)) for number in range(4)))
+    assert log.position == 5
 
 
 async def test_a_fenced_trainer_can_append_nothing_any_more(storage: Storage):

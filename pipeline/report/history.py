@@ -20,7 +20,7 @@ from pipeline.messages import evaluation_key
 from pipeline.report import source
 from pipeline.report.source import Document
 from pipeline.storage import Corrupted, Storage
-from pipeline.trainer_log import Plan, Stop, Takeover
+from pipeline.trainer_log import Plan, Stop, Takeover, Withdraw
 from pipeline.versions import Version
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ async def read(storage: Storage, bounds: Bounds = Bounds()) -> History:
         evaluations=_evaluations(evaluations, omissions),
         plans=_plans(log),
         drops=_drops(log),
-        quarantined=sum(len(record.quarantined) for record in log if isinstance(record, Plan)),
+        quarantined=sum(len(record.quarantined) for record in log if isinstance(record, Plan | Withdraw)),
         stop=_stop(log),
         takeovers=sum(isinstance(record, Takeover) for record in log),
         started=began.modified if began else None,
@@ -181,7 +181,7 @@ async def _record(storage: Storage, key: str, omissions: list[str]) -> trainer_l
     except (Corrupted, ValueError):
         omissions.append(source.torn(key))
         return None
-    if isinstance(record, Plan | Stop) and not isinstance(record.step, int):
+    if isinstance(record, Plan | Withdraw | Stop) and not isinstance(record.step, int):
         omissions.append(source.torn(key))
         return None
     return record
@@ -189,12 +189,18 @@ async def _record(storage: Storage, key: str, omissions: list[str]) -> trainer_l
 
 def _plans(log: Iterable[trainer_log.Record]) -> dict[int, Plan]:
     """A later plan of a step replaces an earlier one: its lineage was abandoned."""
-    plans = {record.step: record for record in log if isinstance(record, Plan)}
+    plans: dict[int, Plan] = {}
+    for record in log:
+        if isinstance(record, Plan):
+            plans[record.step] = record
+        elif isinstance(record, Withdraw) and record.step in plans:
+            plans[record.step] = plans[record.step].without(record)
     return dict(sorted(plans.items()))
 
 
 def _drops(log: Iterable[trainer_log.Record]) -> collections.Counter[str]:
-    return collections.Counter(drop.reason for record in log if isinstance(record, Plan) for drop in record.drops)
+    records = [record for record in log if isinstance(record, Plan | Withdraw)]
+    return collections.Counter(drop.reason for record in records for drop in record.drops)
 
 
 def _stop(log: Sequence[trainer_log.Record]) -> Stop | None:
