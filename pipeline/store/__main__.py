@@ -1,0 +1,151 @@
+"""Command line of `miles store`."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+try:
+    from pipeline.report import source
+    from pipeline.storage import ObjectInfo, Storage, StorageError, open_storage
+    from pipeline.storage.check import examine
+    from pipeline.store import garbage, samples, speed
+except ModuleNotFoundError as missing:
+    print(f"miles store: needs {missing.name}, which is not installed: pip install 'miles[rollout]'", file=sys.stderr)
+    sys.exit(2)
+
+REFUSED = 2  # exit code for what the user must mend
+UNITS = ("B", "KB", "MB", "GB", "TB")
+RUN = "a run's folder (runs/NAME) or its prefix in the store (s3://…, file:///…)"
+PLACE = "s3://BUCKET/PREFIX, file:///FOLDER, or a folder"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return asyncio.run(options.act(options))
+    except (ValueError, StorageError, OSError) as error:
+        print(f"miles store {options.command}: {error}", file=sys.stderr)
+        return REFUSED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="miles store",
+        description="Look at an object store, and at what a run has written to it.",
+        epilog="S3 is reached as the AWS_* variables of the environment say, AWS_ENDPOINT_URL and AWS_REGION included.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, act: Callable[[Any], Awaitable[int]], text: str, place: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        added.add_argument("uri", metavar="URI", help=place)
+        added.set_defaults(act=act)
+        return added
+
+    command("check", check, "whether the store keeps what Miles rests on, and how fast it is", PLACE)
+    command("ls", ls, "what lies directly below a prefix, with the number of objects and their size", PLACE)
+    head = command("head", head_, "the samples that were written last", RUN)
+    head.add_argument("-n", type=_positive, default=3, metavar="N", help="how many groups (default 3)")
+    command("stats", stats, "how much a run has generated, trained and dropped", RUN)
+    export = command("export", export_, "the trained samples in the order of the steps, as one file", RUN)
+    export.add_argument("file", metavar="FILE", help="a name that ends in .parquet or .jsonl")
+    gc = command("gc", gc_, "delete what a run that is over needs no more", RUN)
+    gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted, of a live run, too")
+    gc.add_argument(
+        "--retention", choices=["all", "window"], help="instead of the run's store.retention; window: rollouts, too"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+async def check(options: Any) -> int:
+    storage = open_storage(options.uri)
+    findings = await examine(storage)
+    for finding in findings:
+        print(f"{'no' if finding.fault else 'yes':4}{finding.title:60}{finding.seconds:7.2f} s")
+    faults = list(dict.fromkeys(str(finding.fault) for finding in findings if finding.fault))
+    for fault in faults:
+        print(f"miles store check: {fault}", file=sys.stderr)
+    if faults:
+        return REFUSED
+    for line in await speed.measure(storage):
+        print(line)
+    return 0
+
+
+async def ls(options: Any) -> int:
+    storage = _existing(options.uri)
+    folders: dict[str, list[ObjectInfo]] = {}
+    for info in await storage.list(""):
+        name, slash, _ = info.key.partition("/")
+        folders.setdefault(name + slash, []).append(info)
+    if not folders:
+        raise ValueError(f"{options.uri}: nothing lies there")
+    _print_sizes((name, objects) for name, objects in sorted(folders.items()))
+    return 0
+
+
+def _print_sizes(rows: Iterable[tuple[str, list[ObjectInfo]]]) -> None:
+    for name, objects in rows:
+        print(f"{len(objects):9,} {_size(objects):>10}  {name}")
+
+
+def _size(objects: Iterable[Any]) -> str:
+    amount, unit = float(sum(item.size for item in objects)), 0
+    while amount >= 1000 and unit < len(UNITS) - 1:
+        amount, unit = amount / 1000, unit + 1
+    return f"{amount:.0f} {UNITS[unit]}" if unit == 0 else f"{amount:.1f} {UNITS[unit]}"
+
+
+def _existing(uri: str) -> Storage:
+    if not source.exists(uri if "://" in uri else f"file://{uri}"):
+        raise ValueError(f"{uri}: there is no such folder")
+    return open_storage(uri)
+
+
+async def head_(options: Any) -> int:
+    storage, _, _ = await source.open_run(options.uri)
+    for line in await samples.newest(storage, options.n):
+        print(line)
+    return 0
+
+
+async def stats(options: Any) -> int:
+    storage, config, _ = await source.open_run(options.uri)
+    for name, value in await samples.statistics(storage, config):
+        print(f"{name:24}{value}")
+    return 0
+
+
+async def export_(options: Any) -> int:
+    storage, _, _ = await source.open_run(options.uri)
+    written = await samples.export(storage, options.file)
+    print(f"{options.file}: {written.samples:,} samples of {written.steps} steps")
+    for omission in written.omissions:
+        print(omission, file=sys.stderr)
+    return 0
+
+
+async def gc_(options: Any) -> int:
+    storage, config, uri = await source.open_run(options.uri)
+    retention = options.retention or config.store.retention
+    removals = await garbage.find(storage, config, retention)
+    for why, part in garbage.by_reason(removals).items():
+        print(f"{len(part):9,} {_size(part):>10}  {why}")
+        if options.dry_run:
+            print("".join(f"{'':22}{removal.key}\n" for removal in part), end="")
+    if not options.dry_run:
+        await garbage.remove(storage, removals)
+    print(f"{len(removals):9,} {_size(removals):>10}  {'would be' if options.dry_run else 'are'} deleted from {uri}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""What of a run nobody needs any more: planned purely from a listing, deleted only when the run is over.
+
+While a run goes on its trainer collects by the same rules (`resume.expired`, `weights.collectable`, the last few
+checkpoints), each behind a fence; here nothing is fenced, so a run that may still be resumed where it stopped keeps
+what that takes, and a live one is only looked at.
+"""
+
+import collections
+import dataclasses
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from pipeline import weights
+from pipeline.config import RunConfig
+from pipeline.messages import CONTROL_KEY, SHARDS_FOLDER, WRITERS_FOLDER, ControlState, Heartbeat
+from pipeline.report import history
+from pipeline.resume import State, expired
+from pipeline.roster import GONE_AFTER
+from pipeline.scoreboard import score
+from pipeline.storage import Corrupted, ObjectInfo, Storage
+from pipeline.storage.check import FOLDER as PROBE
+from pipeline.versions import Version
+
+CHECKPOINTS = "checkpoints"
+EVALUATIONS = "evaluations/v1"
+MANIFEST = "MANIFEST.json"
+SKEW_S = 3600.0
+"""This machine's clock may be so far ahead of the store's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Removal:
+    key: str
+    size: int  # bytes
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What decides beside the listing."""
+
+    now: float
+    """Seconds since the epoch by the store's clock, rather early than late."""
+    retention: str
+    lease_timeout_s: float
+    keep_last: int
+    max_staleness: int
+    checkpoints: dict[Version, State]
+    """The complete ones."""
+    in_use: frozenset[Version] = frozenset()
+    """Weights that a worker has, is told to load or to evaluate, and the best ones."""
+
+
+def plan(objects: Iterable[ObjectInfo], facts: Facts) -> list[Removal]:
+    """What can go, in the order in which it must: nothing is deleted before what refers to it."""
+    folders: dict[str, list[ObjectInfo]] = collections.defaultdict(list)
+    for info in objects:
+        folders[info.key.split("/")[0]].append(info)
+    return [
+        *_checkpoints(folders[CHECKPOINTS], facts),
+        *_weights(folders[weights.FOLDER], facts),
+        *_shards(folders[SHARDS_FOLDER.split("/")[0]], facts),
+        *_leftovers(folders, facts),
+    ]
+
+
+def _checkpoints(objects: list[ObjectInfo], facts: Facts) -> list[Removal]:
+    kept = sorted(facts.checkpoints)[-facts.keep_last :]
+    removals = []
+    for version, files in _versions(objects):
+        if kept and version < kept[-1] and version not in kept:
+            whole = version in facts.checkpoints
+            removals += _all(files, f"checkpoints before the last {len(kept)}" if whole else "unfinished checkpoints")
+    return removals
+
+
+def _weights(objects: list[ObjectInfo], facts: Facts) -> list[Removal]:
+    by_version = dict(_versions(objects))
+    published = sorted(version for version, files in by_version.items() if files[0].key.endswith(MANIFEST))
+    keep = {*published[-(facts.max_staleness + 2) :], *(facts.in_use & set(published))}
+    removals = []
+    for version in weights.collectable(by_version, keep):
+        whole = version in published
+        removals += _all(by_version[version], "weights that nobody will load" if whole else "unfinished weights")
+    return removals
+
+
+def _shards(objects: list[ObjectInfo], facts: Facts) -> list[Removal]:
+    if facts.retention != "window" or not facts.checkpoints:
+        return []
+    oldest = facts.checkpoints[sorted(facts.checkpoints)[-facts.keep_last :][0]]
+    keys = set(expired(objects, oldest, facts.lease_timeout_s))
+    why = "rollouts that were used up before the oldest checkpoint kept"
+    return _all([info for info in objects if info.key in keys], why)
+
+
+def _leftovers(folders: dict[str, list[ObjectInfo]], facts: Facts) -> list[Removal]:
+    old = facts.now - GONE_AFTER * facts.lease_timeout_s
+    answered = {info.key.removesuffix(".json") for info in folders["evaluations"] if info.key.endswith(".json")}
+    orphans = [info for info in folders["evaluations"] if info.key.removesuffix(".parquet") not in answered]
+    samples = [info for info in orphans if info.key.endswith(".parquet")]
+    return [
+        *_all([info for info in folders[WRITERS_FOLDER] if info.modified < old], "heartbeats of workers long gone"),
+        *_all([info for info in samples if info.modified < old], "samples of evaluations that were never finished"),
+        *_all([info for info in folders[PROBE] if info.modified < old], "objects of a check that was killed"),
+    ]
+
+
+def _versions(objects: list[ObjectInfo]) -> list[tuple[Version, list[ObjectInfo]]]:
+    """By version, the manifest first."""
+    files: dict[Version, list[ObjectInfo]] = collections.defaultdict(list)
+    for info in objects:
+        files[Version.parse(info.key.split("/")[1])].append(info)
+    for part in files.values():
+        part.sort(key=lambda info: not info.key.endswith(MANIFEST))
+    return sorted(files.items())
+
+
+def _all(objects: Iterable[ObjectInfo], why: str) -> list[Removal]:
+    return [Removal(info.key, info.size, why) for info in objects]
+
+
+def by_reason(removals: Iterable[Removal]) -> dict[str, list[Removal]]:
+    parts: dict[str, list[Removal]] = {}
+    for removal in removals:
+        parts.setdefault(removal.why, []).append(removal)
+    return parts
+
+
+async def find(storage: Storage, config: RunConfig, retention: str) -> list[Removal]:
+    objects = await storage.list("")
+    facts = Facts(
+        now=max([time.time() - SKEW_S, *(info.modified for info in objects)]),
+        retention=retention,
+        lease_timeout_s=config.rollout.lease_timeout_s,
+        keep_last=max(1, config.checkpoint.keep_last),
+        max_staleness=config.algorithm.max_staleness,
+        checkpoints=(checkpoints := await _complete(storage, objects)),
+        in_use=frozenset(await _in_use(storage, objects, checkpoints.values())),
+    )
+    return plan(objects, facts)
+
+
+async def remove(storage: Storage, removals: list[Removal]) -> None:
+    """Raises ValueError if the run is not over."""
+    past = await history.read(storage, history.Bounds(metrics=1))
+    if past.stop is None:
+        raise ValueError(
+            "the run is not over (its log does not end in a stop record), and a trainer may need what looks unused; "
+            "its own trainer collects as store.retention says; --dry-run shows what could go"
+        )
+    for removal in removals:
+        await storage.delete(removal.key)
+
+
+async def _complete(storage: Storage, objects: list[ObjectInfo]) -> dict[Version, State]:
+    found = {}
+    for info in objects:
+        if info.key.startswith(f"{CHECKPOINTS}/") and info.key.endswith(f"/{MANIFEST}"):
+            content = await _json(storage, info.key)
+            try:
+                found[Version(*content["version"])] = State.from_json(content["state"]["coordinator"])
+            except (KeyError, TypeError):
+                continue  # damaged: no checkpoint
+    return found
+
+
+async def _in_use(storage: Storage, objects: list[ObjectInfo], states: Iterable[State]) -> set[Version]:
+    versions = {version for state in states for version in state.evaluations.values()}
+    control = await storage.get(CONTROL_KEY)
+    if control is not None:
+        try:
+            state = ControlState.decode(control.data)
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{CONTROL_KEY} is damaged, and it says which weights are in use") from None
+        versions |= {state.version} if state.version else set()
+        versions |= {state.evaluation.version} if state.evaluation else set()
+    best: tuple[float, Version] | None = None
+    for info in objects:
+        if info.key.startswith(f"{WRITERS_FOLDER}/"):
+            found = await storage.get(info.key)
+            loaded = Heartbeat.decode(found.data).version if found else None
+            versions |= {loaded} if loaded else set()
+        elif info.key.startswith(f"{EVALUATIONS}/") and info.key.endswith(".json"):
+            content = await _json(storage, info.key)
+            value = score(content) if isinstance(content.get("sets"), dict) else None
+            if value is not None and (best is None or value > best[0]):
+                best = value, Version(*content["version"])
+    return versions | ({best[1]} if best else set())
+
+
+async def _json(storage: Storage, key: str) -> dict[str, Any]:
+    """The JSON object at `key`; empty for what is damaged."""
+    try:
+        found = await storage.get(key)
+        content = json.loads(found.data) if found else {}
+    except (Corrupted, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

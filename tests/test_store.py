@@ -1,0 +1,268 @@
+"""`miles store`: the check of a store, and what a run has left in one."""
+
+import asyncio
+import dataclasses
+import json
+import random
+import re
+
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline import experience, weights
+from pipeline.config import RunConfig
+from pipeline.coordinator import Coordinator
+from pipeline.experience import Rollout, RolloutGroup
+from pipeline.messages import shard_key
+from pipeline.resume import State
+from pipeline.storage import Conflict, MemoryBucket, ObjectInfo, Storage, open_storage
+from pipeline.store import __main__ as command
+from pipeline.store import garbage, speed
+from pipeline.store.garbage import Facts
+from pipeline.versions import Version
+from pipeline.writer import Report, Writer
+from tests.conftest import SkippingClock
+
+STEPS = 2
+
+
+def group(index: int, completion: str = "4") -> RolloutGroup:
+    rollouts = [
+        Rollout([7, 2], [-0.5, -0.1], completion, "stop", reward, {"sum": reward}, None, [(0, Version(1, 0))])
+        for reward in (0.0, 1.0)
+    ]
+    return RolloutGroup(index, "sums", "2 + 2 =", "4", [5, 9], rollouts, 0.0)
+
+
+@pytest.fixture
+def run(tmp_path) -> str:
+    """The URI of a run that two steps of two groups each have finished."""
+    uri = f"file://{tmp_path}/store/default/sums/r1"
+    asyncio.run(_run(open_storage(uri), uri))
+    return uri
+
+
+async def _run(storage: Storage, uri: str) -> None:
+    clock = SkippingClock()
+    config = RunConfig.model_validate(
+        {
+            "name": "sums",
+            "run_id": "r1",
+            "model": {"uri": "none", "path": "none"},
+            "data": {"sets": []},
+            "rewards": [{"name": "sum"}],
+            "algorithm": {"type": "grpo", "total_steps": STEPS, "prompts_per_step": 2, "group_size": 2},
+            "rollout": {"max_concurrent_groups": 2, "poll_s": 0.0},
+            "store": {"uri": uri},
+        }
+    )
+    await storage.create("run.json", json.dumps({"config": config.model_dump(mode="json")}).encode())
+    trainer = Coordinator(storage, config, clock, random.Random(0))
+    writer = Writer(storage, "rollout-0", clock, random.Random(1))
+    await trainer.take_over()
+    await writer.register()
+    await trainer.publish(Version(1, 0))
+    for step in range(1, STEPS + 1):
+        plan = asyncio.create_task(trainer.next_plan(step))
+        while not plan.done():
+            clock.time += 10
+            await trainer.tick()
+            for index in (await writer.sync(Report(Version(1, step - 1)))).leases:
+                await writer.commit([group(index, "four\x1b[2J" if index == 3 else "4")])
+        await trainer.finish_step(step)
+        await trainer.publish(Version(1, step))
+    checkpoint = {"version": [1, STEPS], "state": {"coordinator": trainer.state()}}
+    await storage.create(f"checkpoints/{Version(1, STEPS)}/MANIFEST.json", json.dumps(checkpoint).encode())
+    await storage.create(f"checkpoints/{Version(1, 1)}/rank0.distcp", b"the trainer was killed before the manifest")
+    await trainer.stop("complete")
+
+
+def keys(uri: str) -> set[str]:
+    return {info.key for info in asyncio.run(open_storage(uri).list(""))}
+
+
+def test_the_check_says_what_holds_and_how_fast_it_is_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(speed, "LARGE", 1_000_000)
+    assert command.main(["check", f"file://{tmp_path}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:3] for line in lines[:6]] == ["yes"] * 6
+    assert "puts, 32 at once" in "".join(lines)
+    assert keys(f"file://{tmp_path}") == set()
+
+
+class Careless(MemoryBucket):
+    """Every writer of a race wins."""
+
+    async def write(self, key, data, metadata, condition):
+        await asyncio.sleep(0)
+        present = self.objects.get(key)
+        if condition is not None and condition != (present.info.etag if present else "*"):
+            raise Conflict("412")
+        await asyncio.sleep(0)
+        return await super().write(key, data, metadata, None)
+
+
+def test_the_check_of_a_store_that_lets_every_writer_win_names_what_fails_and_the_remedy(capsys):
+    MemoryBucket._named["careless"] = Careless(SkippingClock())
+    assert command.main(["check", "memory://careless"]) == 2
+    said = capsys.readouterr()
+    assert "no  conditional create has one winner (If-None-Match)" in said.out
+    assert "yes read after write" in said.out
+    assert "use a store with atomic conditional writes" in said.err
+
+
+def test_ls_counts_what_lies_below_each_name(run, capsys):
+    assert command.main(["ls", run]) == 0
+    lines = {line.split()[-1]: line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert lines["rollouts/"] == "4"
+    assert lines["run.json"] == "1"
+    assert lines["trainer/"] == "4"
+
+
+def test_head_shows_the_newest_samples_and_no_control_sequence(run, capsys):
+    assert command.main(["head", run, "-n", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "index 3 of sums: 2 + 2 =" in said
+    assert "1: reward 1, policy 0, 2 tokens, stop: four\\x1b[2J" in said
+    assert "\x1b" not in said
+
+
+def test_stats_count_steps_groups_and_tokens(run, capsys):
+    assert command.main(["stats", run]) == 0
+    said = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said["steps planned"] == "2 of 2"
+    assert said["groups planned"] == "4"
+    assert said["samples"] == "8"
+    assert said["completion tokens"] == "16, 2.0 a sample"
+    assert said["over"] == "complete"
+
+
+def test_export_holds_the_trained_samples_in_the_order_of_the_steps(run, tmp_path):
+    parquet, lines = tmp_path / "samples.parquet", tmp_path / "samples.jsonl"
+    assert command.main(["export", run, str(parquet)]) == 0
+    table = pq.read_table(parquet)
+    assert table.column_names == ["step", *experience.SCHEMA.names]
+    assert table["step"].to_pylist() == [1] * 4 + [2] * 4
+    assert sorted(table["index"].to_pylist()) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert command.main(["export", run, str(lines)]) == 0
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [row["index"] for row in rows] == table["index"].to_pylist()
+    assert rows[0]["rewards"] == {"sum": 0.0}
+
+
+def test_export_leaves_out_what_is_damaged_and_says_so(run, tmp_path, capsys):
+    damaged = next(key for key in sorted(keys(run)) if key.startswith("rollouts/"))
+    tmp_path.joinpath("store/default/sums/r1", damaged).write_bytes(b"rot")
+    assert command.main(["export", run, str(tmp_path / "samples.parquet")]) == 0
+    said = capsys.readouterr()
+    assert "6 samples of 2 steps" in said.out
+    assert damaged in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ls", "file:///nowhere/at/all"], "there is no such folder"),
+        (["stats", "file:///nowhere/at/all"], "there is no such folder"),
+        (["export", "{run}", "samples.csv"], "the name must end in .parquet or .jsonl"),
+        (["check", "gs://bucket"], "neither s3://bucket/prefix nor file:///folder"),
+    ],
+)
+def test_a_users_mistake_is_one_line(run, arguments, message, capsys):
+    assert command.main([argument.format(run=run) for argument in arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+# Garbage
+
+
+def test_a_dry_run_names_what_could_go_and_deletes_nothing(run, capsys):
+    before = keys(run)
+    assert command.main(["gc", "--dry-run", "--retention", "window", run]) == 0
+    said = capsys.readouterr().out
+    assert "unfinished checkpoints" in said
+    assert f"checkpoints/{Version(1, 1)}/rank0.distcp" in said
+    assert keys(run) == before
+
+
+def test_what_a_run_that_is_over_needs_no_more_is_deleted(run, capsys):
+    before = keys(run)
+    assert command.main(["gc", run]) == 0
+    assert before - keys(run) == {f"checkpoints/{Version(1, 1)}/rank0.distcp"}  # the run keeps all its rollouts
+
+
+def test_nothing_of_a_run_that_is_not_over_is_deleted(run, capsys):
+    asyncio.run(open_storage(run).delete(f"trainer/log/{3:020d}.json"))
+    before = keys(run)
+    assert command.main(["gc", run]) == 2
+    assert "the run is not over" in capsys.readouterr().err
+    assert keys(run) == before
+
+
+def objects(*names: str, modified: float = 0.0) -> list[ObjectInfo]:
+    return [ObjectInfo(name, 1, "e", modified) for name in names]
+
+
+def versions(folder: str, *steps: int, manifest: bool = True) -> list[ObjectInfo]:
+    names = ["data", "MANIFEST.json"] if manifest else ["data"]
+    return objects(*(f"{folder}/{Version(1, step)}/{name}" for step in steps for name in names))
+
+
+FACTS = Facts(
+    now=1e6,
+    retention="window",
+    lease_timeout_s=60.0,
+    keep_last=2,
+    max_staleness=1,
+    checkpoints={
+        Version(1, 10): State(step=10, cursors={"A": 4, "B": 0}, time=9e5),
+        Version(1, 20): State(step=20, cursors={"A": 9, "B": 3}, time=9.5e5),
+        Version(1, 5): State(step=5, cursors={"A": 1, "B": 0}, time=8e5),
+    },
+)
+
+
+def removed(found: list[ObjectInfo], **changes) -> set[str]:
+    return {removal.key for removal in garbage.plan(found, dataclasses.replace(FACTS, **changes))}
+
+
+def test_checkpoints_before_the_last_few_go_manifest_first_and_unfinished_older_ones_too():
+    found = versions("checkpoints", 5, 10, 20) + versions("checkpoints", 15, 25, manifest=False)
+    gone = [removal.key for removal in garbage.plan(found, FACTS)]
+    assert gone == [f"checkpoints/{Version(1, 5)}/{name}" for name in ("MANIFEST.json", "data")] + [
+        f"checkpoints/{Version(1, 15)}/data"
+    ]
+
+
+def test_weights_stay_that_workers_of_any_allowed_staleness_may_load_or_that_are_in_use():
+    found = versions(weights.FOLDER, 1, 2, 3, 4, 5) + versions(weights.FOLDER, 0, 6, manifest=False)
+    gone = {key.split("/")[1] for key in removed(found, in_use=frozenset({Version(1, 1)}))}
+    assert gone == {str(Version(1, 2)), str(Version(1, 0))}
+
+
+def test_rollouts_stay_that_the_oldest_kept_checkpoint_would_read_again():
+    shards = objects(*(shard_key("A", number) for number in (3, 4)), shard_key("B", 0))
+    assert removed(shards) == {shard_key("A", 3)}
+    assert removed(shards, retention="all") == set()
+    assert removed(objects(shard_key("A", 3), modified=9e5)) == set()  # younger than the grace period
+
+
+def test_leftovers_go_when_nobody_can_be_writing_them_any_more():
+    old = ["writers/A.json", "probe/x/0", "evaluations/v1/s1.parquet", "evaluations/v1/s2.parquet"]
+    finished = ["evaluations/v1/s2.json"]
+    assert removed(objects(*old, *finished)) == set(old) - {"evaluations/v1/s2.parquet"}
+    assert removed(objects(*old, modified=1e6 - 100)) == set()
+
+
+def test_nothing_else_is_ever_removed():
+    found = objects(
+        "run.json", "attempts/0.json", "trainer/log/0.json", "control/state.json", "metrics/v1/x.json", "mine"
+    )
+    assert removed(found) == set()
+
+
+def test_without_a_complete_checkpoint_no_rollout_and_no_checkpoint_goes():
+    found = versions("checkpoints", 5, manifest=False) + objects(shard_key("A", 0))
+    assert removed(found, checkpoints={}) == set()
