@@ -16,6 +16,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	print(os.path.realpath(sys.executable))' 2>/dev/null && break; done)
 UNIT_LIMIT_S := 600
 SLOW_LIMIT_S := 3600
+SEEDS := 1000
 DEMO := runs/demo
 
 say := printf '\033[1m==> %s\033[0m\n'
@@ -89,6 +90,11 @@ chaos: $(READY) | $(MODELS) ## kill -9 of every process at random moments, twent
 	@$(say) "chaos: twenty seeds of kills; about an hour"
 	@$(BIN)/pytest -m chaos --durations=0
 
+store-sim: $(READY) ## SEEDS=1000 seeds of kills and faults against the store's protocol, in virtual time; then planted bugs
+	@$(say) "store-sim: $(SEEDS) seeds, every crash of a trainer, and planted bugs that must be caught; a thousand take a quarter of an hour"
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+	@$(BIN)/python -m tests.mutations
+
 operator-chaos: $(READY) ## a thousand seeds of faults, kills and meddling against the reconciler, in virtual time
 	@$(say) "operator chaos: 1000 seeds; about two minutes"
 	@CHAOS_SEEDS=1000 CHAOS_FIRST_SEED=$${CHAOS_FIRST_SEED:-100} $(BIN)/pytest tests/test_reconcile_chaos.py --durations=0
@@ -104,4 +110,4 @@ bench-operator: $(READY) ## the operator under a thousand RLJobs on a real API s
 clean: ## removes .venv and caches; keeps runs/
 	rm -rf .venv .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-.PHONY: help setup models demo control-plane manifests agreement lint test test-unit test-slow e2e chaos operator-chaos bench bench-operator clean
+.PHONY: help setup models demo control-plane manifests agreement lint test test-unit test-slow e2e chaos store-sim operator-chaos bench bench-operator clean

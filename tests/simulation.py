@@ -1,28 +1,34 @@
 """The whole protocol in virtual time: the real Coordinator and the real Writers, under faults, by seed.
 
-    python -m tests.simulation --seeds 1000 [--first 0] [--verbose]
+    python -m tests.simulation --seeds 1000 [--first 0] [--scenario "storm"] [--verbose]
 
-One event loop whose clock jumps to the next timer runs a trainer and 1–5 workers over one bucket in memory. A seed
+One event loop whose clock jumps to the next timer runs a trainer and 1–20 workers over one bucket in memory. A seed
 decides the sizes, the speeds, and which hazards there are: kills at any storage call (before it took effect or after),
-stalls that make zombies, lost responses, transient errors, outages, damaged shards, failing and fatal prompts.
-Whatever happens, every index is trained once in the surviving lineage or dropped for a reason that the hazards allow.
+stalls that make zombies, lost responses, errors in 1–20 % of the calls, outages, damaged shards, unreadable
+checkpoints, failing and fatal prompts, workers that come and go, clocks an hour off, garbage collected meanwhile.
+Whatever happens, every index is trained once in the surviving lineage or dropped for a reason that the hazards allow;
+what else must hold is said where `require` asks for it.
 """
 
 import argparse
 import asyncio
 import collections
+import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
+import os
 import random
-import selectors
 import sys
 import time
 from collections.abc import Coroutine
 from typing import Any
+from unittest import mock
 
 from pipeline import experience
+from pipeline.batching import Unreadable, load_plan
 from pipeline.config import (
     AlgorithmConfig,
     DataConfig,
@@ -34,46 +40,37 @@ from pipeline.config import (
 )
 from pipeline.coordinator import Coordinator
 from pipeline.experience import Rollout, RolloutGroup
-from pipeline.messages import CONTROL_KEY, ControlState, evaluation_key
+from pipeline.messages import CONTROL_KEY, ControlState, evaluation_key, shard_place
 from pipeline.storage import Conflict, MemoryBucket, MemoryStorage, Object, ObjectInfo, StorageError, Transient
-from pipeline.trainer_log import Fenced, Plan, TrainerLog, decode, encode
+from pipeline.trainer_log import Fenced, Plan, TrainerLog, Withdraw, decode, encode
 from pipeline.versions import Version
 from pipeline.writer import Control, Report, Superseded, Writer
+from tests.virtual import VirtualClock, VirtualLoop
 
 log = logging.getLogger(__name__)
 
 LONGEST_S = 5_000.0
 """Virtual time after which a run counts as hanging."""
+ELASTIC = (1, 8, 2, 0, 3)
+"""Workers wanted, one stretch of time after the other."""
+GRACE_S = 20.0
+"""A worker that is asked to leave is killed after that."""
+KEPT = 2
+"""Checkpoints."""
+KINDS = ("lost", "doubled", "hung", "leaked", "broken")
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Never waits: when nothing is ready, its time jumps to the next timer."""
+class Violation(AssertionError):
+    """An invariant does not hold. `kind`: of an index lost, doubled; hung; of a permit leaked; broken: any other."""
 
-    def __init__(self) -> None:
-        self.virtual = 0.0
-        super().__init__(_Jump(self))
-
-    def time(self) -> float:
-        return self.virtual
+    def __init__(self, kind: str, message: str):
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
 
 
-class _Jump(selectors.SelectSelector):
-    def __init__(self, loop: VirtualLoop):
-        super().__init__()
-        self.loop = loop
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert timeout is not None, "deadlock: every task waits for another"
-        self.loop.virtual += max(0.0, timeout)
-        return []
-
-
-class VirtualClock:
-    def now(self) -> float:
-        return 1_700_000_000.0 + asyncio.get_running_loop().time()
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+def require(holds: bool, kind: str, message: str) -> None:
+    if not holds:
+        raise Violation(kind, message)
 
 
 class Killed(BaseException):
@@ -90,13 +87,16 @@ class Hazards:
     """The process does nothing for minutes, then goes on; meanwhile another may have been started in its place."""
     rivals: float = 0.0
     """Each time a trainer is started, and every few seconds after: another one is started beside it."""
-    transient: float = 0.0
-    lost: float = 0.0
-    """A response, after the request took effect."""
+    faults: bool = False
+    """1–20 % of the calls fail: half of them before they take effect, half of them lose their response."""
     outage: bool = False
     """The store answers nobody for a minute or two."""
     damage: float = 0.0
     """Per shard: its bytes change after they were written, or it breaks a rule."""
+    rot: float = 0.0
+    """Per plan: one of its shards changes or vanishes before it is trained."""
+    unreadable: float = 0.0
+    """Per start of a trainer: the newest of several checkpoints."""
     fail: float = 0.0
     """Per group: the engine reports an error."""
     fatal: bool = False
@@ -107,31 +107,43 @@ class Hazards:
     """control/state.json is deleted when the trainer is killed."""
     drain: float = 0.0
     """Per look at control: the worker hands everything back and leaves."""
+    elastic: bool = False
+    """The number of workers goes through ELASTIC; those that are too many are asked to leave."""
     drops: frozenset[str] = frozenset()
     """Reasons for which an index may be dropped under these hazards."""
+
+    @property
+    def workers_live(self) -> bool:
+        """Whatever happens to the trainer and to single calls, no worker has reason to begin anything twice."""
+        lost = self.kill_worker or self.stall or self.fail or self.damage or self.rot or self.drain
+        return not (lost or self.fatal or self.elastic or self.lose_control)
 
 
 STALE = frozenset({"stale"})
 SCENARIOS: dict[str, Hazards] = {
     "calm": Hazards(),
-    "bad network": Hazards(transient=0.05, lost=0.03, outage=True),
-    "trainer killed": Hazards(kill_trainer=0.01, rivals=0.05, lost=0.02),
-    "workers killed": Hazards(kill_worker=0.01, lost=0.02, drops=STALE),
+    "bad network": Hazards(faults=True, outage=True),
+    "trainer killed": Hazards(kill_trainer=0.01, rivals=0.05, faults=True, unreadable=0.2),
+    "workers killed": Hazards(kill_worker=0.01, faults=True, drops=STALE),
     "workers leave": Hazards(drain=0.03, fail=0.02, drops=frozenset({"failed", "stale"})),
-    "damage": Hazards(damage=0.1, kill_trainer=0.005, drops=STALE),
+    "elastic workers": Hazards(elastic=True, faults=True, kill_trainer=0.003, drops=STALE),
+    "damage": Hazards(damage=0.1, kill_trainer=0.005, unreadable=0.2, drops=STALE),
+    "rot": Hazards(rot=0.1, kill_trainer=0.005, faults=True, drops=frozenset({"damaged", "stale"})),
     "fatal prompt": Hazards(fatal=True, kill_trainer=0.003, drops=frozenset({"failed", "stale"})),
     "dynamic sampling": Hazards(scored_alike=0.3, kill_trainer=0.01, drops=frozenset({"no-spread", "invalid"})),
     "control lost": Hazards(kill_trainer=0.01, lose_control=True, drops=STALE),
+    "zombies": Hazards(stall=0.01, rivals=0.05, faults=True, drops=STALE),
     "storm": Hazards(
         kill_trainer=0.005,
         kill_worker=0.005,
         stall=0.005,
         rivals=0.05,
-        transient=0.03,
-        lost=0.03,
+        faults=True,
         outage=True,
         damage=0.03,
+        unreadable=0.1,
         drain=0.005,
+        elastic=True,
         drops=STALE,
     ),
 }
@@ -144,6 +156,14 @@ class WatchedBucket(MemoryBucket):
         super().__init__(world.clock)
         self.world = world
         self.control: ControlState | None = None
+        self.finals: dict[str, int] = {}
+        """Writers of which control/state.json has said that they are revoked, and from which shard on."""
+        self.generated: collections.Counter[int] = collections.Counter()
+        """Index → shards that hold it."""
+        self.withdrawn: collections.Counter[int] = collections.Counter()
+        """Step → groups that the log says are left out."""
+        self.rotten: dict[str, Object] = {}
+        """What shards were before."""
 
     async def write(self, key: str, data: bytes, metadata: dict[str, str], condition: str | None) -> ObjectInfo:
         info = await super().write(key, data, metadata, condition)
@@ -151,27 +171,46 @@ class WatchedBucket(MemoryBucket):
             after = ControlState.decode(data)
             self._check(self.control if condition != "*" else None, after)
             self.control = after
-        if key.startswith("rollouts/") and self.world.chance(self.world.hazards.damage):
-            damaged = bytes([data[0] ^ 1]) + data[1:] if self.world.chance(0.5) else data[: len(data) // 2]
-            self.objects[key] = Object(info, damaged, dict(metadata))
+            self.finals |= {ulid: entry.final for ulid, entry in after.writers.items() if entry.final is not None}
+        if key.startswith("trainer/log/"):
+            record = decode(data)
+            if isinstance(record, Withdraw):
+                self.withdrawn[record.step] += len(record.drops)
+        if key.startswith("rollouts/"):
+            self.generated.update(json.loads(metadata["indices"]))
+            if self.world.chance(self.world.hazards.damage):
+                damaged = bytes([data[0] ^ 1]) + data[1:] if self.world.chance(0.5) else data[: len(data) // 2]
+                self.objects[key] = Object(info, damaged, dict(metadata))
         return info
+
+    def rot(self, key: str) -> None:
+        found = self.rotten[key] = self.objects.pop(key)
+        if self.world.chance(0.5):
+            self.objects[key] = Object(found.info, found.data[:-1], found.metadata)
+
+    def restore(self) -> None:
+        self.objects |= self.rotten
+        self.rotten.clear()
 
     def _check(self, before: ControlState | None, after: ControlState) -> None:
         leased = [index for entry in after.writers.values() for index in entry.leases]
-        assert len(leased) == len(set(leased)), "an index is leased twice"
-        assert len(leased) <= self.world.most_open, f"{len(leased)} leases"
-        assert not any(entry.leases for entry in after.writers.values() if entry.final is not None)
+        require(len(leased) == len(set(leased)), "doubled", "an index is leased twice")
+        require(len(leased) <= self.world.most_open, "leaked", f"{len(leased)} leases")
+        revoked = {ulid for ulid, entry in after.writers.items() if entry.final is not None}
+        require(not any(after.writers[ulid].leases for ulid in revoked), "leaked", "a revoked writer holds leases")
+        require(not (revoked and self.world.hazards.workers_live), "broken", f"{revoked} revoked without a reason")
         if before is None:
             return
-        assert after.term >= before.term, "a fenced trainer wrote control/state.json"
+        require(after.term >= before.term, "broken", "a fenced trainer wrote control/state.json")
         if before.version and after.version:
-            assert after.version.step >= before.version.step, "the policy went back"
+            require(after.version.step >= before.version.step, "broken", "the policy went back")
         for ulid, entry in after.writers.items():
             known = before.writers.get(ulid)
             if known and known.final is not None:
-                assert entry.final == known.final, "a revoked writer is no longer revoked as it was"
+                require(entry.final == known.final, "broken", "a revoked writer is no longer revoked as it was")
             if after.replaying and not self.world.hazards.lose_control:
-                assert entry.leases.keys() <= (known.leases.keys() if known else set()), "granted during the replay"
+                granted = entry.leases.keys() - (known.leases.keys() if known else set())
+                require(not granted, "broken", "granted during the replay")
 
 
 class Process:
@@ -179,24 +218,36 @@ class Process:
 
     def __init__(self, world: "World", name: str, kill: float):
         self.world, self.name, self.kill = world, name, kill
+        self.clock = VirtualClock(world.random.choice([0.0, 0.0, 3600.0, -3600.0]))
         self.dead = False
         self.stalled_until = 0.0
+        self.asked_to_leave: float | None = None
+        world.counts["processes"] += 1
 
     def storage(self) -> MemoryStorage:
-        return MemoryStorage(self.world.clock, self, self.world.bucket, random.Random(self.world.random.random()))
+        return MemoryStorage(self.clock, self, self.world.bucket, random.Random(self.world.random.random()))
+
+    def leave(self) -> None:
+        """SIGTERM; a little later SIGKILL."""
+        now = self.world.now()
+        self.asked_to_leave = self.asked_to_leave or now
+        self.dead = self.dead or now - self.asked_to_leave > GRACE_S
 
     @property
     def stalled(self) -> bool:
         return self.stalled_until > self.world.now()
 
     async def before(self, operation: str, key: str) -> None:
+        self.world.counts["calls"] += 1
         await self._proceed()
-        if self.world.in_outage() or self.world.chance(self.world.hazards.transient):
+        if self.world.in_outage() or self.world.chance(self.world.fault_rate / 2):
+            self.world.counts["faults"] += 1
             raise Transient("503")
 
     async def after(self, operation: str, key: str) -> None:
         await self._proceed()
-        if self.world.chance(self.world.hazards.lost):
+        if self.world.chance(self.world.fault_rate / 2):
+            self.world.counts["faults"] += 1
             raise Transient("connection reset")
 
     async def _proceed(self) -> None:
@@ -204,11 +255,12 @@ class Process:
             self.stalled_until = self.world.now() + self.world.random.uniform(20, 200)
             log.info("%s stalls until %.1f", self.name, self.stalled_until)
         await self.sleep(self.world.random.uniform(0.001, 0.05))
-        if self.world.may_kill() and self.world.chance(self.kill):
+        if self.world.is_last_moment(self):
             self.die()
 
     def die(self) -> None:
         log.info("%s is killed", self.name)
+        self.world.counts["kills"] += 1
         self.dead = True
         raise Killed(self.name)
 
@@ -234,19 +286,25 @@ async def together(*parts: Coroutine[Any, Any, Any]) -> Any:
 
 
 class World:
-    def __init__(self, seed: int, scenario: str):
+    def __init__(self, seed: int, scenario: str, crash_at: frozenset[int] = frozenset()):
+        """`crash_at`: moments at which the trainer is killed, two for each of its storage calls, counted from 1."""
         self.seed, self.scenario, self.hazards = seed, scenario, SCENARIOS[scenario]
         self.random = random.Random(seed)
         self.clock = VirtualClock()
         self.bucket = WatchedBucket(self)
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.crash_at, self.moments = crash_at, 0
         self.kills_left = 8
+        self.fault_rate = self.random.uniform(0.01, 0.2) if self.hazards.faults else 0.0
         self.outage_from = self.random.uniform(10, 100) if self.hazards.outage else float("inf")
         self.outage_s = self.random.uniform(20, 200)
-        self.workers = self.random.randint(1, 5)
+        self.stretch_s = self.random.uniform(10, 60)  # of a step of ELASTIC
+        self.workers = max(ELASTIC) if self.hazards.elastic else self.random.choice([1, 2, 3, 4, 5, 8, 20])
         self.speeds = [self.random.choice([0.5, 1, 1, 3, 8]) for _ in range(self.workers)]  # seconds per group, times 4
         self.train_s = self.random.choice([0.1, 3, 10])
         self.prefetch = self.chance(0.5)
         self.checkpoint_every = self.random.choice([1, 2, 5])
+        self.window = self.chance(0.5)  # retention
         self.config = self._configure()
         algorithm = self.config.algorithm
         self.most_open = (algorithm.max_staleness + 1) * algorithm.prompts_per_step
@@ -266,7 +324,7 @@ class World:
             algorithm=AlgorithmConfig(
                 type="grpo",
                 total_steps=self.random.randint(5, 9),
-                prompts_per_step=self.random.randint(1, 4),
+                prompts_per_step=self.random.randint(1, 4) if self.workers < 8 else self.random.randint(4, 8),
                 group_size=2,
                 max_staleness=self.random.randint(0, 3),
                 parameters={"dynamic_sampling": True} if self.hazards.scored_alike else {},
@@ -291,8 +349,18 @@ class World:
     def in_outage(self) -> bool:
         return self.outage_from <= self.now() < self.outage_from + self.outage_s
 
-    def may_kill(self) -> bool:
-        return self.kills_left > 0
+    def is_last_moment(self, process: Process) -> bool:
+        if process.name.startswith("trainer"):
+            self.moments += 1
+            if self.moments in self.crash_at:
+                return True
+        return self.kills_left > 0 and self.chance(process.kill)
+
+    def wanted(self) -> int:
+        """Workers that should run now."""
+        if not self.hazards.elastic:
+            return self.workers
+        return ELASTIC[min(int(self.now() / self.stretch_s), len(ELASTIC) - 1)]
 
     # The trainer
 
@@ -321,12 +389,17 @@ class World:
                 self.bucket.objects.pop(CONTROL_KEY, None)
         except (Fenced, StorageError, Superseded) as error:
             log.info("%s ends: %s", process.name, error)
+            hazards = self.hazards
+            alone = isinstance(error, Fenced) and not (hazards.rivals or hazards.stall)
+            require(not alone, "broken", f"{process.name} had no rival, and yet: {error}")
+            down = isinstance(error, StorageError) and not (hazards.outage or hazards.stall or hazards.lose_control)
+            require(not down, "broken", f"the store was not away for long, and yet: {error}")
         await asyncio.sleep(self.random.uniform(0.5, 20))
 
     async def _train(self, process: Process) -> None:
         storage = process.storage()
         saved = await self._newest_checkpoint(storage)
-        coordinator = Coordinator(storage, self.config, self.clock, random.Random(self.random.random()))
+        coordinator = Coordinator(storage, self.config, process.clock, random.Random(self.random.random()))
         self.coordinator = coordinator
         await coordinator.take_over(saved["coordinator"] if saved else None)
         log.info("%s has term %d, from step %d", process.name, coordinator.term, coordinator.step)
@@ -341,7 +414,7 @@ class World:
             ledger = coordinator.ledger
             planned = sum(len(plan.groups) for plan in ledger.plans.values() if not plan.replayed)
             count = len(ledger.leases) + len(ledger.delivered) + planned
-            assert count <= self.most_open, f"{count} open indices, {self.most_open} allowed"
+            require(count <= self.most_open, "leaked", f"{count} open indices, {self.most_open} allowed")
             await asyncio.sleep(0.5)
 
     async def _steps(
@@ -354,6 +427,7 @@ class World:
             plan = await (following or coordinator.next_plan(step))
             following = None
             self._check_plan(plan)
+            plan = await self._load(storage, coordinator, plan)
             if self.prefetch and step < total and self.config.algorithm.max_staleness:
                 following = asyncio.ensure_future(coordinator.next_plan(step + 1))
             await process.sleep(self.random.uniform(0, self.train_s))
@@ -371,30 +445,67 @@ class World:
         await coordinator.stop("complete")
         self.trained, self.coordinator, self.finished = trained, coordinator, True
 
+    async def _load(self, storage: MemoryStorage, coordinator: Coordinator, plan: Plan) -> Plan:
+        """What Trainer does: a plan whose shards have been damaged is trained without them."""
+        if self.chance(self.hazards.rot):
+            key = self.random.choice(sorted({group.key for group in plan.groups} - self.bucket.rotten.keys()) or [""])
+            if key:
+                self.bucket.rot(key)
+        while True:
+            try:
+                await load_plan(storage, plan)
+                return plan
+            except Unreadable as error:
+                if all(group.key in error.shards for group in plan.groups):
+                    self.bucket.restore()  # the run would end here, and say so
+                else:
+                    plan = await coordinator.withdraw(plan.step, error.shards)
+
     async def _save(self, storage: MemoryStorage, coordinator: Coordinator, trained: dict[int, Plan]) -> None:
         content = {
             "coordinator": json.loads(json.dumps(coordinator.state())),
             "trained": {step: json.loads(encode(plan)) for step, plan in trained.items()},
         }
-        await storage.put(
-            f"checkpoints/{Version(coordinator.term, coordinator.step)}.json", json.dumps(content).encode()
-        )
+        version = Version(coordinator.term, coordinator.step)
+        await storage.put(_checkpoint_key(version), json.dumps(content).encode())
+        await self._retire(storage, coordinator, version)
+
+    async def _retire(self, storage: MemoryStorage, coordinator: Coordinator, version: Version) -> None:
+        """What Lead does after a checkpoint."""
+        keys = sorted(info.key for info in await storage.list("checkpoints") if info.key <= _checkpoint_key(version))
+        for key in keys[:-KEPT]:
+            await storage.delete(key)
+        if self.window:
+            oldest = await storage.get(keys[-KEPT:][0])
+            if oldest is not None:
+                self.counts["collected"] += await coordinator.collect(json.loads(oldest.data)["coordinator"])
 
     async def _newest_checkpoint(self, storage: MemoryStorage) -> dict[str, Any] | None:
         keys = sorted(info.key for info in await storage.list("checkpoints"))
+        if len(keys) > 1 and self.chance(self.hazards.unreadable):
+            keys.pop()
         found = await storage.get(keys[-1]) if keys else None
         return json.loads(found.data) if found else None
 
     def _check_plan(self, plan: Plan) -> None:
-        """What is planned lies where the plan says, whole, undamaged, and is not stale."""
-        assert len(plan.groups) == self.config.algorithm.prompts_per_step
+        """What is planned lies where the plan says, whole, undamaged, is not stale, and its writer was not revoked."""
+        size, staleness_bound = self.config.algorithm.prompts_per_step, self.config.algorithm.max_staleness
+        found = len(plan.groups) + self.bucket.withdrawn[plan.step]
+        require(found == size, "broken", f"{len(plan.groups)} groups in step {plan.step}")
         for group in plan.groups:
+            if group.key in self.bucket.rotten:
+                continue
+            require(group.key in self.bucket.objects, "lost", f"{group.key} is planned and gone")
             shard = self.bucket.objects[group.key]
+            require(hashlib.sha256(shard.data).hexdigest() == group.sha256, "broken", f"{group.key} was not read whole")
             table = experience.decode(shard.data).slice(group.start, group.stop - group.start)
-            assert hashlib.sha256(shard.data).hexdigest() == group.sha256
-            assert table["index"].to_pylist() == [group.index] * self.config.algorithm.group_size
+            whole = table["index"].to_pylist() == [group.index] * self.config.algorithm.group_size
+            require(whole, "broken", f"rows of index {group.index} in step {plan.step}")
             staleness = plan.step - 1 - min(table["version_step"].to_pylist())
-            assert 0 <= staleness <= self.config.algorithm.max_staleness, f"staleness {staleness} in step {plan.step}"
+            require(0 <= staleness <= staleness_bound, "broken", f"staleness {staleness} in step {plan.step}")
+            ulid, sequence = shard_place(group.key)
+            late = sequence >= self.bucket.finals.get(ulid, sequence + 1)
+            require(not late, "broken", f"{group.key} was written by a revoked writer")
 
     # The workers
 
@@ -402,9 +513,15 @@ class World:
         """Start a worker, and another whenever the last one of this slot has ended or stalls for long."""
         running: dict[asyncio.Task[None], Process] = {}
         while not self.finished:
-            if all(process.stalled for process in running.values()) and (not running or self.chance(0.05)):
+            if number >= self.wanted():
+                for process in running.values():
+                    process.leave()
+            elif all(process.stalled for process in running.values()) and (not running or self.chance(0.05)):
                 process = Process(self, f"worker {number}", self.hazards.kill_worker)
                 running[asyncio.ensure_future(Worker(self, process, number).run())] = process
+            if not running:
+                await asyncio.sleep(1)
+                continue
             done, _ = await asyncio.wait(running, timeout=5, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 await self._bury(task, running.pop(task))
@@ -414,17 +531,23 @@ class World:
 
     # The outcome
 
-    async def run(self) -> str:
-        """Returns a summary; raises AssertionError where an invariant does not hold."""
+    async def run(self) -> "Outcome":
+        """Raises Violation where an invariant does not hold."""
         try:
             async with asyncio.timeout(LONGEST_S):
                 await asyncio.gather(self.trainers(), *(self.slot(number) for number in range(self.workers)))
         except TimeoutError:
-            raise AssertionError(f"hangs: {self._describe()}") from None
+            raise Violation("hung", self._describe()) from None
+        self._check_permits()
         dropped = await self._check_lineage()
-        counts = dict(collections.Counter(reason for reason in dropped.values()))
         assert self.coordinator is not None
-        return f"{len(self.trained)} steps, term {self.coordinator.term}, dropped {counts}, {self.now():.0f} s"
+        self.counts["runs"] = 1
+        self.counts["seconds"] = int(self.now())
+        self.counts["steps"] = len(self.trained)
+        self.counts["groups trained"] = sum(len(plan.groups) for plan in self.trained.values())
+        self.counts["takeovers"] = self.coordinator.term
+        self.counts.update(f"dropped: {reason}" for reason in dropped.values())
+        return Outcome(self.scenario, self.counts, self.moments)
 
     def _describe(self) -> str:
         if self.coordinator is None:
@@ -435,28 +558,64 @@ class World:
             f"delivered {list(ledger.delivered)}, planned {ledger.planned}, told {control}"
         )
 
+    def _check_permits(self) -> None:
+        """Behind the last step nothing is wanted any more, so nothing may be open."""
+        assert self.coordinator is not None
+        ledger, told = self.coordinator.ledger, self.bucket.control
+        require(not (ledger.leases or ledger.delivered or ledger.planned), "leaked", self._describe())
+        assert told is not None
+        require(not any(entry.leases for entry in told.writers.values()), "leaked", f"told {told}")
+        twice = [index for index, count in self.bucket.generated.items() if count > 1]
+        # A worker that has waited out an outage commits again what may have arrived before it.
+        forbidden = self.hazards.workers_live and not self.hazards.outage
+        require(not (twice and forbidden), "doubled", f"{twice} were generated twice without a reason")
+
     async def _check_lineage(self) -> dict[int, str]:
         assert self.coordinator is not None
         total, reader = self.config.algorithm.total_steps, TrainerLog(MemoryStorage(self.clock, bucket=self.bucket))
-        logged = [record for _, record in await reader.take_over() if isinstance(record, Plan)]
-        assert [plan.step for plan in logged] == sorted(self.trained) == list(range(1, total + 1))
+        records = [record for _, record in await reader.take_over()]
+        logged = [record for record in records if isinstance(record, Plan)]
+        withdrawn = [record for record in records if isinstance(record, Withdraw)]
+        steps = [plan.step for plan in logged]
+        require(steps == sorted(self.trained) == list(range(1, total + 1)), "broken", f"the log has the steps {steps}")
+        left = {plan.step: plan for plan in logged}
+        for record in withdrawn:
+            left[record.step] = left[record.step].without(record)
+        logged = list(left.values())
         for plan in logged:
-            assert self.trained[plan.step].groups == plan.groups, f"step {plan.step} trained what is not in the log"
+            same = self.trained[plan.step].groups == plan.groups
+            require(same, "broken", f"step {plan.step} trained what is not in the log")
         trained = [group.index for plan in logged for group in plan.groups]
-        dropped = {drop.index: drop.reason for plan in logged for drop in plan.drops}
-        assert len(trained) == len(set(trained)), "an index was trained twice"
-        assert not dropped.keys() & set(trained), "a dropped index was trained"
-        assert len(dropped) == sum(len(plan.drops) for plan in logged), "an index was dropped twice"
-        assert set(dropped.values()) <= self.hazards.drops, f"dropped {dropped}"
-        closed = {index for index in range(max(trained) + 1) if index in self.coordinator.ledger.frontier}
-        assert closed == {index for index in [*trained, *dropped] if index <= max(trained)}
+        drops = [drop for record in [*logged, *withdrawn] for drop in record.drops]
+        dropped = {drop.index: drop.reason for drop in drops}
+        require(len(trained) == len(set(trained)), "doubled", "an index was trained twice")
+        require(not dropped.keys() & set(trained), "doubled", "a dropped index was trained")
+        require(len(dropped) == len(drops), "doubled", "an index was dropped twice")
+        require(set(dropped.values()) <= self.hazards.drops, "lost", f"dropped {dropped}")
+        frontier = self.coordinator.ledger.frontier
+        closed = {index for index in range(max(trained) + 1) if index in frontier}
+        known = {index for index in [*trained, *dropped] if index <= max(trained)}
+        require(closed == known, "lost", f"{closed ^ known} are closed, or neither trained nor dropped")
         skipped = [index for index in range(max(trained)) if index not in closed]
-        assert len(skipped) <= self.most_open, f"left behind: {skipped}"
+        require(len(skipped) <= self.most_open, "lost", f"left behind: {skipped}")
         if self.hazards.fatal:
-            assert {index for index, reason in dropped.items() if reason == "failed"} <= {self.fatal_index}
-        if self.hazards.fatal and self.fatal_index < self.coordinator.ledger.frontier.low:
-            assert dropped.get(self.fatal_index) == "failed"
+            failed = {index for index, reason in dropped.items() if reason == "failed"}
+            require(failed <= {self.fatal_index}, "lost", f"{failed} dropped, {self.fatal_index} is the fatal one")
+            passed = self.fatal_index < frontier.low
+            require(not passed or failed == {self.fatal_index}, "lost", "the fatal index vanished")
         return dropped
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    scenario: str
+    counts: collections.Counter[str]
+    moments: int
+    """At which the trainers could have been killed."""
+
+
+def _checkpoint_key(version: Version) -> str:
+    return f"checkpoints/{version}.json"
 
 
 class Worker:
@@ -468,7 +627,7 @@ class Worker:
         self.storage = storage
         rollout = world.config.rollout
         randomness = random.Random(world.random.random())
-        self.writer = Writer(storage, f"rollout-{number}", world.clock, randomness, rollout.heartbeat_s)
+        self.writer = Writer(storage, f"rollout-{number}", process.clock, randomness, rollout.heartbeat_s)
         self.loaded: Version | None = None
         self.running: dict[int, tuple[Version, float]] = {}  # index → (version, time at which it is done)
         self.done: dict[int, RolloutGroup] = {}
@@ -477,20 +636,30 @@ class Worker:
     async def run(self) -> None:
         await self.writer.register()
         while True:
-            leaving = self.world.chance(self.world.hazards.drain)
-            if leaving:
-                self.writer.hand_back([*self.running, *self.done])
-            control = await self.writer.sync(Report(self.loaded, leaving, {"generated_tokens": self.generated}))
-            if control.stop or leaving:
-                return
-            if control.evaluation:
-                await self._evaluate(control)
-            elif self._should_load(control.version):
-                await self.process.sleep(self.world.random.uniform(0.1, 2))
-                self.loaded = control.version
-            self._follow(control)
-            await self._flush()
+            try:
+                if await self._round():
+                    return
+            except StorageError as error:
+                log.info("%s sits it out: %s", self.process.name, error)
             await self.process.sleep(self.world.config.rollout.poll_s)
+
+    async def _round(self) -> bool:
+        """True: the end."""
+        leaving = self.process.asked_to_leave is not None or self.world.chance(self.world.hazards.drain)
+        if leaving:
+            self.writer.hand_back(list(self.running))
+            await self._flush()
+        control = await self.writer.sync(Report(self.loaded, leaving, {"generated_tokens": self.generated}))
+        if control.stop or leaving:
+            return True
+        if control.evaluation:
+            await self._evaluate(control)
+        elif self._should_load(control.version):
+            await self.process.sleep(self.world.random.uniform(0.1, 2))
+            self.loaded = control.version
+        self._follow(control)
+        await self._flush()
+        return False
 
     def _should_load(self, version: Version | None) -> bool:
         if version is None or self.loaded is None:
@@ -551,34 +720,70 @@ class Worker:
             log.info("evaluation of step %d exists", request.step)
 
 
-def simulate(seed: int, scenario: str | None = None) -> str:
-    """One run; raises AssertionError, or whatever the code under test raised."""
-    scenario = scenario or list(SCENARIOS)[seed % len(SCENARIOS)]
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return f"{scenario}: {runner.run(World(seed, scenario).run())}"
+def simulate(seed: int, scenario: str | None = None, crash_at: frozenset[int] = frozenset()) -> Outcome:
+    """One run; raises Violation, or whatever the code under test raised."""
+    # The same bytes are read over and over: by the planner, by the trainer, by checks, by each successor.
+    remembered = mock.patch.object(experience, "decode", functools.lru_cache(256)(experience.decode))
+    with remembered, asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(World(seed, scenario or scenario_of(seed), crash_at).run())
+
+
+def scenario_of(seed: int) -> str:
+    return list(SCENARIOS)[seed % len(SCENARIOS)]
+
+
+def attempt(seed: int, scenario: str) -> Outcome | tuple[str, str]:
+    """The outcome, or (kind, description) of what went wrong."""
+    try:
+        return simulate(seed, scenario)
+    except Exception as error:
+        log.info("seed %d", seed, exc_info=True)
+        kind = error.kind if isinstance(error, Violation) else "broken"
+        return kind, f"seed {seed}: {error!r}; python -m tests.simulation --first {seed} --seeds 1 --verbose" + (
+            f" --scenario '{scenario}'" if scenario != scenario_of(seed) else ""
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--scenario", choices=list(SCENARIOS))
-    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--scenario", choices=list(SCENARIOS), help="the same for all seeds; else they take turns")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--verbose", action="store_true", help="what happens, in order; one job")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO if options.verbose else logging.CRITICAL, format="%(name)s %(message)s")
-    failures, started = 0, time.monotonic()
-    for seed in range(options.first, options.first + options.seeds):
-        try:
-            summary = simulate(seed, options.scenario)
-            if options.verbose or options.seeds <= 30:
-                print(f"seed {seed}: {summary}")
-        except Exception as error:
-            failures += 1
-            print(f"seed {seed} ({options.scenario or list(SCENARIOS)[seed % len(SCENARIOS)]}): {error!r}")
-            if options.verbose:
-                logging.getLogger(__name__).exception("seed %d", seed)
-    print(f"{options.seeds - failures} of {options.seeds} seeds hold, {time.monotonic() - started:.1f} s")
+    seeds = range(options.first, options.first + options.seeds)
+    scenarios = [options.scenario or scenario_of(seed) for seed in seeds]
+    started, failures = time.monotonic(), collections.Counter[str]()
+    totals = {scenario: collections.Counter[str]() for scenario in dict.fromkeys(scenarios)}
+    with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:
+        play = map if options.verbose else pool.map
+        for scenario, outcome in zip(scenarios, play(attempt, seeds, scenarios), strict=True):
+            if isinstance(outcome, Outcome):
+                totals[scenario].update(outcome.counts)
+            else:
+                failures[outcome[0]] += 1
+                print(f"{scenario}: {outcome[1]}", flush=True)
+    print_totals(totals)
+    held, took = options.seeds - failures.total(), time.monotonic() - started
+    print(
+        ", ".join(f"{failures[kind]} {kind}" for kind in KINDS)
+        + f": {held} of {options.seeds} seeds hold, {took:.0f} s"
+    )
     return 1 if failures else 0
+
+
+def print_totals(totals: dict[str, collections.Counter[str]]) -> None:
+    """A row a scenario and their sum; drops by reason below."""
+    columns = ["runs", "groups trained", "takeovers", "processes", "kills", "calls", "faults", "collected"]
+    total = sum(totals.values(), collections.Counter[str]())
+    print(f"{'':16}" + "".join(f"{name:>15}" for name in [*columns, "virtual hours"]))
+    for name, counts in [*totals.items(), ("all", total)]:
+        cells = [f"{counts[column]:15,}" for column in columns] + [f"{counts['seconds'] / 3600:15.1f}"]
+        print(f"{name:16}" + "".join(cells))
+    drops = {name: count for name, count in sorted(total.items()) if name.startswith("dropped")}
+    print(", ".join(f"{name} {count}" for name, count in drops.items()) or "nothing dropped")
 
 
 if __name__ == "__main__":
