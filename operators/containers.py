@@ -83,7 +83,7 @@ def vllm(job: RLJob, platform: Platform, image: str) -> Dict:
     return {
         "name": "vllm",
         "image": image,
-        "command": ["python", "-m", "vllm.entrypoints.openai.api_server"],
+        "command": ["python", "-m", "pipeline.vllm_server"],
         "args": arguments,
         "env": environment,
         "resources": _resources(rollout.resources, platform, platform.rollout_gpus(rollout)),
@@ -168,7 +168,7 @@ def reward_model(reward: Reward, platform: Platform, image: str) -> Dict:
     return {
         "name": "vllm",
         "image": image,
-        "command": ["python", "-m", "vllm.entrypoints.openai.api_server"],
+        "command": ["python", "-m", "pipeline.vllm_server"],
         "args": arguments,
         "env": [*_server_environment(platform), *([] if on_gpu else [_value("VLLM_CPU_KVCACHE_SPACE", "1")])],
         "ports": [{"name": "http", "containerPort": REWARD_PORT}],

@@ -8,11 +8,14 @@ What a container runtime does for a container, for one process on a bare machine
   guard reads end-of-file and acts as on SIGTERM.
 - The guard is the subreaper of its descendants, so daemons and sessions of their own (torchrun's ranks) cannot
   leave it. They end with the command, as a container ends with its first process.
-- Output goes to LOG; beyond LOG_BYTES it is moved to LOG.1, so a command holds at most twice that on disk.
+- Output goes to LOG; beyond LOG_BYTES it is moved to LOG.1, so a command holds at most twice that on disk. The pipe
+  it comes through has a name beside the log, by which /proc tells whose output a process writes.
 - Exit code: the command's, or 128 + the signal that killed it.
 
-Limit: if the guard itself is killed by SIGKILL the command dies with it (parent-death signal), but its own
-children are then left to the next subreaper, `miles run`, which sweeps them.
+If the guard itself is killed by SIGKILL the command dies with it (parent-death signal), and so does what asks for
+that signal in turn (pipeline.parent: ranks, vLLM's engine, rewards). Other children of it are left to the next
+subreaper, `miles run`, which sweeps them. Limit: where that was killed too they live on, until the next run in the
+same folder ends them.
 Standard library only: one guard costs about 10 MB.
 """
 
@@ -30,6 +33,7 @@ PR_SET_CHILD_SUBREAPER = 36
 KILL_DEADLINE_S = 10.0
 FORWARDED = (signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD)  # signals that the guard acts on
 LIFELINE = 0  # standard input
+PIPE_SUFFIX = ".output"
 
 
 def prctl(option: int, value: int) -> None:
@@ -98,6 +102,19 @@ class Log:
         os.close(self.file)
         self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self.size = 0
+
+
+def output_pipe(name: str) -> tuple[int, int]:
+    """(reading, writing) end of a pipe that /proc/<pid>/fd shows as `name`, whatever a process calls itself."""
+    try:
+        os.mkfifo(name)
+    except OSError:  # a file system without
+        return os.pipe()
+    try:
+        reading = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return reading, os.open(name, os.O_WRONLY | os.O_CLOEXEC)
+    finally:
+        os.unlink(name)
 
 
 def start(command: list[str], output: int) -> int:
@@ -190,7 +207,7 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     log = Log(path, int(limit))
-    output, output_writer = os.pipe()
+    output, output_writer = output_pipe(path + PIPE_SUFFIX)
     pid = start(command, output_writer)
     os.close(output_writer)
     return watch(pid, output, wakeup, log, float(grace))

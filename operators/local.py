@@ -139,9 +139,8 @@ class Run:
                 await supervisor.stop_all()
                 self.watcher.cancel()
         self.ports.close()
-        if outcome.code == REFUSED and not self.progress.step:
-            self.folder.release()
-        self.conclude(outcome)
+        kept = self.folder.release() if outcome.code == REFUSED and not self.progress.step else None
+        self.conclude(outcome, kept)
         return outcome.code
 
     def place(self) -> Placement:
@@ -298,7 +297,8 @@ class Run:
         return said if isinstance(said, dict) else None
 
     async def worker_status(self, pod: PodSpec) -> Mapping[str, Any] | None:
-        """The same for a worker, with `waiting_for` until it is ready; None before it has been started."""
+        """The same for a worker, with `waiting_for` until it is ready, and `loading`: processes that still load the
+        model; None before it has been started."""
         lives = self.lives([pod])
         if not lives:
             return None
@@ -309,7 +309,8 @@ class Run:
         engine = next((url for life in lives if (url := life.spec.environment.get(ENGINE_VARIABLE))), None)
         healthy = await self.get(f"{engine}/health")
         if healthy is None or not healthy[0]:
-            return said | {"waiting_for": f"vLLM to load the model ({since})"}
+            loading = [life.spec.name for life in lives if ENGINE_VARIABLE not in life.spec.environment]
+            return said | {"waiting_for": f"vLLM to load the model ({since})", "loading": loading}
         ready = await self.get(f"{status_url(pod)}/readyz")
         if ready is None:
             return said | {"waiting_for": f"its worker to start ({since})"}
@@ -332,8 +333,9 @@ class Run:
                 return f"{text}; it waited for: {self.progress.waiting_for() or 'the trainer'}"
             await asyncio.sleep(POLL_SECONDS)
 
-    def conclude(self, outcome: Outcome) -> None:
-        """The last lines on the screen: how it ended, what was achieved, where things are."""
+    def conclude(self, outcome: Outcome, kept: str | None) -> None:
+        """The last lines on the screen: how it ended, what was achieved, where things are. `kept`: what became of the
+        folder of a job that was refused before its first step."""
         config = run_config(self.job, self.folder.run_id, self.platform)
         final, already = self.folder.summary(), None
         if outcome.code == COMPLETE:
@@ -342,6 +344,7 @@ class Run:
             final |= {name: value for name, value in self.folder.earlier.items() if not final.get(name)}
         self.display.say(f"{self.job.metadata.name}: {already or outcome.text}")
         rows = [("logs", f"{self.folder.shown}/logs")]
+        rows += [("next", kept)] if kept else []
         if outcome.code != REFUSED:
             rows += [*self.progress.summary(final), ("store", config.store.uri)]
             rows.append(("report", f"miles report {self.folder.shown}"))

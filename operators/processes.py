@@ -360,6 +360,30 @@ class Supervisor:
             return False
 
 
+def end_orphans(logs: str) -> int:
+    """Kill what supervisors that are gone have left behind: processes whose output goes to a log in the folder `logs`.
+    Returns how many; for callers who know that no such supervisor or guard lives. Their environment does not tell:
+    vLLM and torchrun write their titles over it."""
+    ended: set[int] = set()
+    for _ in range(SWEEPS):
+        orphans = [pid for pid in guard.parents() if _writes_to(pid, os.path.realpath(logs))]
+        if not orphans:
+            break
+        guard.send(orphans, signal.SIGKILL)
+        ended.update(orphans)
+        time.sleep(SWEEP_PAUSE_S)
+    return len(ended)
+
+
+def _writes_to(pid: int, logs: str) -> bool:
+    for output in (1, 2):
+        with contextlib.suppress(OSError):  # it ended while we looked, or is another user's
+            file = os.readlink(f"/proc/{pid}/fd/{output}").removesuffix(" (deleted)")
+            if file.endswith(guard.PIPE_SUFFIX) and os.path.dirname(file) == logs:
+                return True
+    return False
+
+
 async def gone(processes: Iterable[Process], seconds: float) -> None:
     """Wait until all have ended, but no longer than that."""
     waits = [asyncio.create_task(process.guard.wait()) for process in processes if process.guard is not None]

@@ -113,7 +113,13 @@ class Progress:
             return f"{'fetching the model' if 'fetch' in process.spec.name else 'preparing'} {where}"
         if process.spec.name.startswith("trainer") and process.state == "ready" and not self._trainer_is_up():
             return f"the trainer is starting {where}"
+        if process.spec.readiness and process.state in ("starting", "unready") and not self._is_worker(process):
+            return f"a server to be ready {where}"
         return None
+
+    def _is_worker(self, process: Process) -> bool:
+        """Workers say themselves what they wait for."""
+        return process.spec.name.startswith("rollout")
 
     def _trainer_is_up(self) -> bool:
         """Whether the present incarnation of the trainer has answered yet."""
@@ -171,7 +177,7 @@ class Progress:
         for process in self.processes:
             if process.state != "ended" or (process.exit is not None and process.exit.code != 0):
                 component = process.spec.name.partition("-")[0]
-                rows.setdefault(component, []).append(f"{process.spec.name} {state_words(process)}")
+                rows.setdefault(component, []).append(f"{process.spec.name} {self._state_words(process)}")
         if "rollout" in rows and self.trainer.get("queue_groups") is not None:
             rows["rollout"].append(f"queue {self.trainer['queue_groups']} groups")
         if "trainer" in rows:
@@ -179,6 +185,15 @@ class Progress:
                 rows["trainer"].append(f"checkpoint s{self.trainer['checkpoint_step']}")
             rows["trainer"].append(f"restarts {self.restarts} of {self.max_restarts}")
         return [(component, " · ".join(parts)) for component, parts in rows.items()]
+
+    def _state_words(self, process: Process) -> str:
+        """As for any process; what is up, but of no use yet, is not called running."""
+        if process.state == "ready":
+            if any(process.spec.name in status.get("loading", ()) for status in self.workers.values()):
+                return f"loading the model {duration(process.seconds())}"
+            if process.spec.name.startswith("trainer") and not self._trainer_is_up():
+                return f"starting {duration(process.seconds())}"
+        return state_words(process)
 
     def picture(self) -> str:
         """All lines of the live display."""

@@ -8,6 +8,8 @@ run.json        the configuration that the newest attempt reads
 logs/           one file per process, and the one before it (.1)
 termination/    why each process ended, in its own words
 volumes/        what the pods' volumes hold
+
+A job that is refused before its first step leaves nothing here but logs of what was started.
 """
 
 import contextlib
@@ -26,6 +28,7 @@ from typing import Any
 
 from operators import edits, schema
 from operators.placement import Placement
+from operators.processes import end_orphans
 from operators.spec import RLJob
 
 LOCK_SECONDS = 60.0
@@ -37,6 +40,9 @@ IDENTITY = {
 """Field → why it stays what it is while a run goes on, beside those of `operators.edits`."""
 OTHER_FOLDER = "choose another folder with --run-dir"
 LONGEST_VALUE = 60  # in a message
+MOST_CHANGES = 5  # in a message
+FOLDERS = ("logs", "termination", "volumes")
+FILES = ("run-id", "attempt", "rljob.json", "run.json", "metrics.jsonl", "tensorboard", "lock")
 
 
 class RunFolder:
@@ -51,18 +57,20 @@ class RunFolder:
         """The summary of an earlier run of the command that came to the end."""
 
     def __enter__(self) -> "RunFolder":
-        for name in ("logs", "termination", "volumes"):
-            (self.path / name).mkdir(parents=True, exist_ok=True)
-        self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        # Of a new run, what a refusal takes away again.
+        self._made = [self.path / name for name in (*FOLDERS, *FILES) if not (self.path / name).exists()]
+        self._made += [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self._acquire()
         try:
-            self._acquire()
-            self._is_new = not (self.path / "run-id").exists()
+            self.is_new = not (self.path / "run-id").exists()
             self.run_id = self._once("run-id", str(uuid.uuid4()))
         except BaseException:
             os.close(self.lock)
             raise
         os.ftruncate(self.lock, 0)
         os.pwrite(self.lock, f"{os.getpid()}\n".encode(), 0)
+        if count := end_orphans(str(self.path / "logs")):
+            self.say(f"ended what an earlier run in this folder had left behind: {count} processes")
         self.earlier, self._earlier_change = self._read_summary(), self._summary_change()
         # Short, since sockets are made in it and their paths may have no more than 107 bytes.
         self.scratch = pathlib.Path(tempfile.gettempdir(), f"miles-{self.run_id[:13]}")
@@ -80,12 +88,6 @@ class RunFolder:
         deadline = time.monotonic() + LOCK_SECONDS
         told = False
         while not self._locked():
-            owner = os.pread(self.lock, 32, 0).decode().strip()
-            if owner and os.path.exists(f"/proc/{owner}"):
-                raise ValueError(
-                    f"{self.path} is in use by another `miles run` (process {owner}); "
-                    "stop that one, or choose another folder with --run-dir"
-                )
             if time.monotonic() > deadline:
                 raise ValueError(f"{self.path}: the processes of an earlier run have not ended in {LOCK_SECONDS:.0f} s")
             if not told:
@@ -94,36 +96,73 @@ class RunFolder:
             time.sleep(0.2)
 
     def _locked(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
+        """Whether the lock is ours now. A refused run takes its lock file away: then the next one's counts."""
+        for name in FOLDERS:
+            (self.path / name).mkdir(parents=True, exist_ok=True)
+        file = self.path / "lock"
+        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = file.exists() and os.path.samestat(os.fstat(lock), file.stat())
+        except BlockingIOError:
+            mine = False
+            owner = os.pread(lock, 32, 0).decode().strip()
+            if owner and os.path.exists(f"/proc/{owner}"):
+                os.close(lock)
+                raise ValueError(
+                    f"{self.path} is in use by another `miles run` (process {owner}); stop that one, or {OTHER_FOLDER}"
+                ) from None
+        if mine:
+            self.lock = lock
+        else:
+            os.close(lock)
+        return mine
 
     def claim(self, job: RLJob) -> None:
         """Keep what is run here. Raises ValueError where the folder's run cannot go on as this job; nothing has been
-        changed then. A stopped run takes the edits that a suspended job takes."""
+        changed then. A stopped run takes the edits that a suspended job takes, and says which."""
         content = json.loads(job.model_dump_json(by_alias=True, exclude_none=True))
         file = self.path / "rljob.json"
         self._before = self._kept_job(file) if file.exists() else None
-        old, new = bound(content if self._before is None else self._before), bound(content)
-        for path, (_, why) in (old | new).items():
-            if old.get(path) != new.get(path):
-                got, kept = _shown(new.get(path, [None])[0]), _shown(old.get(path, [None])[0])
+        old, new = leaves(content if self._before is None else self._before), leaves(content)
+        changed = [path for path in old | new if old.get(path) != new.get(path)]
+        for path in changed:
+            if (why := bound(path)) is not None:
+                got, kept = _shown(new.get(path)), _shown(old.get(path))
                 raise ValueError(
                     f"{schema.dotted(path)}: got {got}, but the run in {self.shown} has {kept} and cannot change it: "
                     f"{why}; write what it has, or {OTHER_FOLDER}"
                 )
+        if self._before is not None and not self.is_new:
+            edited = [f"{schema.dotted(path)} {_shown(old.get(path))} → {_shown(new.get(path))}" for path in changed]
+            more = [f"{len(edited) - MOST_CHANGES} more"] if len(edited) > MOST_CHANGES else []
+            words = f" with {', '.join([*edited[:MOST_CHANGES], *more])}" if edited else ""
+            self.say(f"the run in {self.shown} goes on{words}; to begin another, {OTHER_FOLDER} or delete this one")
         self._write(file, json.dumps(content, indent=2))
 
-    def release(self) -> None:
-        """Undo `claim`, for a job that was refused before its first step: mended, it may differ in any field."""
+    def release(self) -> str:
+        """Undo `claim`, for a job that was refused before its first step: mended, it may differ in any field. Says in
+        words what became of the folder."""
         file = self.path / "rljob.json"
-        if self._before is None:
-            file.unlink(missing_ok=True)
-        else:
+        if not self.is_new and self._before is not None:
             self._write(file, json.dumps(self._before, indent=2))
-        if self._is_new:  # what lies in the store under this id belongs to nobody
-            (self.path / "run-id").unlink(missing_ok=True)
+        else:
+            file.unlink(missing_ok=True)
+        if not self.is_new:
+            return "the run that was there stays as it was"
+        # What lies in the store under this id belongs to nobody.
+        logs = self.path / "logs"
+        for place in self._made:
+            if place == logs and any(logs.iterdir()):
+                continue
+            if place in (self.path, *self.path.parents):
+                with contextlib.suppress(OSError):  # something lies in it
+                    place.rmdir()
+            elif place.is_dir():
+                shutil.rmtree(place, ignore_errors=True)
+            else:
+                place.unlink(missing_ok=True)
+        return "nothing is kept but the logs; once it is mended, the same command begins anew"
 
     def _kept_job(self, file: pathlib.Path) -> dict[str, Any]:
         try:
@@ -196,14 +235,17 @@ class RunFolder:
         os.replace(partial, file)
 
 
-def bound(content: dict[str, Any]) -> dict[schema.Path, tuple[Any, str]]:
-    """Field → (value, why it cannot change) of a job as JSON, for fields that differ from their default."""
-    found: dict[schema.Path, tuple[Any, str]] = {}
-    for path, value, node in schema.set_values(content, schema.tree()):
-        row = (edits.REFUSED, IDENTITY[path]) if path in IDENTITY else edits.row(path)
-        if row is not None and row[0] == edits.REFUSED and not schema.fields(node):
-            found[path] = (value, row[1])
-    return found
+def leaves(content: dict[str, Any]) -> dict[schema.Path, Any]:
+    """Field → value of a job as JSON, for fields without parts that differ from their default."""
+    return {path: value for path, value, node in schema.set_values(content, schema.tree()) if not schema.fields(node)}
+
+
+def bound(path: schema.Path) -> str | None:
+    """Why the field stays what it is while a run goes on; None: it may change."""
+    if path in IDENTITY:
+        return IDENTITY[path]
+    row = edits.row(path)
+    return row[1] if row is not None and row[0] == edits.REFUSED else None
 
 
 def _shown(value: Any) -> str:

@@ -56,17 +56,20 @@ class Dispatcher:
         """What `step` waits for, in words."""
         if not self.roster.live():
             return "rollout workers (none registered)"
-        running = collections.Counter(
-            self.roster.writers[lease.writer].instance
-            for index, lease in self.ledger.leases.items()
-            if not choice.urgent or index in choice.urgent
+        held = collections.Counter(
+            lease.writer for index, lease in self.ledger.leases.items() if not choice.urgent or index in choice.urgent
         )
-        places = ", ".join(f"{count} running on {instance}" for instance, count in running.most_common(3))
+        places = ", ".join(self._place(self.roster.writers[writer], count) for writer, count in held.most_common(3))
         if choice.urgent:
             return f"groups that would be stale after step {step}: {places}"
         unfit = collections.Counter(drop.reason for drop, _ in self.ledger.aside.values())
         dropped = "".join(f"; {count} dropped ({reason})" for reason, count in unfit.items())
         return f"{choice.ready} of {self.algorithm.prompts_per_step} groups; {places or 'none running'}{dropped}"
+
+    def _place(self, writer: Known, count: int) -> str:
+        if writer.heartbeat is None or writer.heartbeat.version is None:
+            return f"{count} wait until {writer.instance} has loaded a policy"
+        return f"{count} running on {writer.instance}"
 
     # Granting
 

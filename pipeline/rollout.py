@@ -88,9 +88,11 @@ class Worker:
         self._oldest_finished: float | None = None
         self._looked = -1e9
         self._answered = clock.now()
+        self._met = False  # the run's control file
+        self._ended: int | None = None  # term of the trainer that had stopped when we came
 
     async def run(self) -> None:
-        while not self.stopping.is_set() and self.control.stop is None:
+        while not self.stopping.is_set() and not self._is_over():
             self._wake.clear()
             await self._look()
             self._direct()
@@ -106,6 +108,10 @@ class Worker:
         self.stopping.set()
         self._wake.set()
 
+    def _is_over(self) -> bool:
+        """A run that had ended when this worker came is about to be taken up again, for more steps."""
+        return self.control.stop is not None and self.control.term != self._ended
+
     async def _look(self) -> None:
         """Tell the trainer how it goes, learn what it wants, and let go of what it no longer wants."""
         if self.clock.now() - self._looked < self.config.rollout.poll_s:
@@ -117,6 +123,8 @@ class Worker:
             self._outage(error)
             return
         self._answered = self.clock.now()
+        if not self._met:
+            self._met, self._ended = True, self.control.term if self.control.stop is not None else None
         held = self.groups.held
         await self.groups.abort(held if self.control.revoked else held - self.control.leases.keys())
         if self._evaluating and self.control.evaluation != self._evaluating and self._special:
@@ -126,7 +134,7 @@ class Worker:
         """At most one special task at a time: an evaluation, or else newer weights."""
         if self._special and self._special.done():
             self._conclude(self._special)
-        if self._special:
+        if self._special or self.control.stop is not None:
             return
         request, version = self.control.evaluation, self.control.version
         if request and request.step not in self._evaluated:
@@ -306,6 +314,8 @@ class Worker:
         """None once the worker can generate."""
         if self.engine.version is not None:
             return None
+        if self.control.stop is not None:
+            return "a trainer to take up the run, which had ended"
         return "the first policy version" if self.control.version is None else "weights to be loaded"
 
 

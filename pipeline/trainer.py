@@ -33,6 +33,7 @@ from pipeline.config import RunConfig
 from pipeline.lead import Lead
 from pipeline.learner import Interrupted, Learner
 from pipeline.metrics import Row
+from pipeline.parent import end_with_parent
 from pipeline.storage import Storage, open_storage
 from pipeline.trainer_log import Fenced, Plan
 from pipeline.versions import Version
@@ -246,6 +247,7 @@ def _headline(row: Row) -> str:
 
 
 def main() -> None:
+    end_with_parent()  # torchrun that is killed by SIGKILL leaves its ranks behind
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     transformers.utils.logging.disable_progress_bar()
     try:

@@ -18,12 +18,13 @@ from pipeline import experience
 from pipeline.config import RunConfig, load
 from pipeline.storage import Storage, open_storage
 from pipeline.trainer_log import Plan, decode
+from tests.s3server import S3Server
 
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = ROOT / "manifests/samples/tiny.yaml"
 PARTS = {
     "worker": b"pipeline.rollout",
-    "vllm": b"vllm.entrypoints.openai.api_server",
+    "vllm": b"pipeline.vllm_server",
     "rank": b"pipeline.trainer\0",
 }
 """Process → what its command line holds; torchrun's own has `pipeline.trainer` last as well, but starts otherwise."""

@@ -443,15 +443,25 @@ async def test_it_says_that_no_worker_has_registered(scene: Scene):
 async def test_it_says_how_many_groups_are_there_and_where_the_others_run(scene: Scene):
     trainer = await scene.trainer()
     writer = await scene.writer("rollout-0")
+    await writer.sync(Report(version=Version(1, 0)))
     await scene.tick(trainer)
     await writer.commit([group(0)])
     await scene.tick(trainer)
     assert await waits_for(trainer, 1) == "1 of 2 groups; 3 running on rollout-0"
 
 
+async def test_groups_of_a_worker_that_has_loaded_nothing_yet_are_not_said_to_run(scene: Scene):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await writer.sync(Report(version=None))
+    await scene.tick(trainer)
+    assert await waits_for(trainer, 1) == "0 of 2 groups; 4 wait until rollout-0 has loaded a policy"
+
+
 async def test_it_waits_for_a_running_group_that_the_step_would_make_stale(scene: Scene):
     trainer = await scene.trainer()
     writer = await scene.writer("rollout-0")
+    await writer.sync(Report(version=Version(1, 0)))
     await scene.tick(trainer)
     await writer.commit([group(0), group(1)])
     await scene.tick(trainer)

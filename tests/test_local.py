@@ -154,7 +154,9 @@ async def test_a_user_error_ends_the_run_at_once_with_its_message(
     assert capsys.readouterr().out.splitlines() == [
         "sums: model.uri: no such model",
         f"  logs       {tmp_path}/run/logs",
+        "  next       nothing is kept but the logs; once it is mended, the same command begins anew",
     ]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["logs", "notes"]
     assert len([note for note in notes(tmp_path) if "attempt" in note]) == 1
 
 
@@ -364,10 +366,53 @@ def test_a_stopped_run_takes_the_edits_that_a_suspended_job_takes(
 
 
 async def test_a_job_that_was_refused_before_its_first_step_binds_nothing(start: Start, tmp_path: pathlib.Path) -> None:
-    run = start(trainer="refuse")
-    assert await run.execute() == 2
-    run.folder.claim(job(model={"uri": "hf://org/other"}))
-    assert not (tmp_path / "run" / "run-id").exists(), "what the refused job left in the store is not found again"
+    first = start(trainer="refuse")
+    assert await first.execute() == 2
+    again = start(job(model={"uri": "hf://org/other"}), trainer="complete")
+    assert again.folder.run_id != first.folder.run_id, "what the refused job left in the store is not found again"
+    assert await again.execute() == 0
+
+
+def test_a_folder_of_a_job_that_was_refused_before_anything_started_is_gone(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "mine").write_text("kept")
+    for path in (tmp_path, tmp_path / "runs" / "sums"):
+        with RunFolder(str(path), print) as folder:
+            folder.claim(job())
+            folder.next_attempt()
+            folder.release()
+        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_who_waited_for_a_lock_that_a_refused_run_took_away_holds_the_one_that_counts(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunFolder(str(tmp_path / "run"), print) as refused:
+        refused.claim(job())
+        (tmp_path / "run" / "lock").write_text("")  # whoever holds it cannot be seen
+        waiting = RunFolder(str(tmp_path / "run"), print)
+        monkeypatch.setattr("operators.runfolder.time.sleep", lambda seconds: end(refused))
+        with waiting, pytest.raises(ValueError, match="in use by another `miles run`"):
+            RunFolder(str(tmp_path / "run"), print).__enter__()
+        refused.lock = os.open(os.devnull, os.O_RDONLY)
+
+
+def end(refused: RunFolder) -> None:
+    refused.release()
+    os.close(refused.lock)
+
+
+def test_a_run_that_goes_on_says_so_and_with_which_edits(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wanted in (job(), job(), job(algorithm=ALGORITHM | {"learningRate": "1e-4"}, rollout={"replicas": 2})):
+        with RunFolder(str(tmp_path / "run"), print) as folder:
+            folder.claim(wanted)
+    remedy = "to begin another, choose another folder with --run-dir or delete this one"
+    edits = 'spec.algorithm.learningRate the default → "1e-4", spec.rollout.replicas the default → 2'
+    assert capsys.readouterr().out.splitlines() == [
+        f"the run in {tmp_path}/run goes on; {remedy}",
+        f"the run in {tmp_path}/run goes on with {edits}; {remedy}",
+    ]
 
 
 async def test_a_refused_job_leaves_the_run_that_was_there_as_it_was(start: Start, tmp_path: pathlib.Path) -> None:

@@ -15,7 +15,17 @@ import pytest
 
 from operators import guard
 from operators.probes import Probe
-from operators.processes import BackOff, Exit, PodSpec, Process, ProcessSpec, Supervisor, resident_memory, tail
+from operators.processes import (
+    BackOff,
+    Exit,
+    PodSpec,
+    Process,
+    ProcessSpec,
+    Supervisor,
+    end_orphans,
+    resident_memory,
+    tail,
+)
 
 FAST = BackOff(first_s=0.02, cap_s=0.05, attempts=3)
 DAEMON = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
@@ -315,6 +325,34 @@ async def test_a_killed_guard_takes_its_command_along_and_the_supervisor_sweeps_
     finally:
         bystander.kill()
         bystander.wait()
+
+
+async def test_what_outlived_guard_and_supervisor_is_found_by_its_output_whatever_it_calls_itself(
+    tmp_path: pathlib.Path,
+) -> None:
+    daemon, logs = tmp_path / "daemon.pid", tmp_path / "logs"
+    logs.mkdir()
+    title = f"import setproctitle; setproctitle.setproctitle('x' * 4096); {sleeper(daemon)}"
+    lifeline, held = os.pipe()
+    command = [sys.executable, "-I", "-S", guard.__file__, logs / "p.log", "65536", "1"]
+    bystander = subprocess.Popen([sys.executable, "-c", SLEEP], stdout=(logs / "mine.log").open("w"))
+    watched = subprocess.Popen([*command, sys.executable, "-c", DAEMON + "; " + SLEEP, title], stdin=lifeline)
+    try:
+        await eventually(lambda: written_pid(daemon))
+        watched.kill()
+        watched.wait()
+        assert alive(written_pid(daemon) or 0)
+        assert sorted(os.listdir(logs)) == ["mine.log", "p.log"], "the pipe's name is gone"
+        assert end_orphans(str(tmp_path)) == 0
+        assert end_orphans(str(logs)) == 1
+        await eventually(lambda: not alive(written_pid(daemon) or 0))
+        assert alive(bystander.pid)
+    finally:
+        for process in (watched, bystander):
+            process.kill()
+            process.wait()
+        os.close(lifeline)
+        os.close(held)
 
 
 async def test_a_lock_is_held_until_the_last_process_is_gone(make: Make, tmp_path: pathlib.Path) -> None:

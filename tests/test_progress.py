@@ -81,12 +81,29 @@ def test_the_line_tells_the_same_in_short(progress: Progress) -> None:
         ("trainer-0", "ready", False, "the trainer is starting (trainer-0, 12s)"),
         ("rollout-0-vllm", "back-off", False, "a pause before the next start (rollout-0-vllm, 12s)"),
         ("rollout-0-vllm", "ready", False, None),
+        ("reward-quality-0", "starting", False, "a server to be ready (reward-quality-0, 12s)"),
+        ("reward-quality-0", "ready", False, None),
+        ("rollout-0-worker", "unready", False, None),
     ],
 )
 def test_what_a_process_keeps_waiting_for_is_said_in_words(
     name: str, state: State, one_off: bool, expected: str | None
 ) -> None:
-    assert Progress("sums", 32, 3, processes=[process(name, state, one_off, seconds=12)]).waiting_for() == expected
+    probe = Probe(port=1) if name.startswith(("reward", "rollout-0-worker")) else None
+    made = process(name, state, one_off, seconds=12, readiness=probe)
+    assert Progress("sums", 32, 3, processes=[made]).waiting_for() == expected
+
+
+def test_what_still_loads_is_not_called_running(progress: Progress) -> None:
+    progress.processes = [process("rollout-0-vllm", seconds=34), process("trainer-0", seconds=12)]
+    progress.observe(None, {"rollout-0": {"waiting_for": "vLLM to load the model", "loading": ["rollout-0-vllm"]}}, 0)
+    assert dict(progress.component_lines()) == {
+        "rollout": "rollout-0-vllm loading the model 34s",
+        "trainer": "trainer-0 starting 12s · restarts 0 of 3",
+    }
+    progress.observe({"step": 0}, {"rollout-0": {}}, 0)
+    assert progress.component_lines()[0] == ("rollout", "rollout-0-vllm running")
+    assert progress.component_lines()[1][1].startswith("trainer-0 running")
 
 
 def test_what_workers_and_trainer_say_they_wait_for_is_passed_on(progress: Progress) -> None:

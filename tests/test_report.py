@@ -25,6 +25,7 @@ from pipeline.config import (
 from pipeline.experience import Rollout, RolloutGroup
 from pipeline.messages import evaluation_key, shard_key
 from pipeline.metrics import Recorder
+from pipeline.report import configuration as report_configuration
 from pipeline.report import curves, document, evaluations, history, rollouts, source, summary
 from pipeline.storage import Storage, open_storage
 from pipeline.trainer_log import Drop, GroupRef, Plan, Stop, TrainerLog
@@ -300,7 +301,28 @@ def test_edits_between_attempts_are_listed_by_field(tmp_path):
     before = configuration(tmp_path)
     after = configuration(tmp_path, attempt=1, algorithm=before.algorithm.model_copy(update={"learning_rate": 5e-6}))
     past = history.History({}, [(0, before), (1, after)], {}, {}, {}, collections.Counter(), 0, None, 1, None, [])
-    assert summary.changes(past) == [(1, "algorithm.learning_rate", "1e-06", "5e-06")]
+    assert summary.of(after, past, None)["attempts"] == [(1, "algorithm.learningRate", "1e-06", "5e-06")]
+
+
+@pytest.mark.parametrize("sample", sorted(pathlib.Path("manifests/samples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_configuration_has_the_names_of_the_rljob(sample):
+    from operators import manifest, resolve, schema
+
+    job = manifest.load_one(str(sample))
+    rows = list(report_configuration.fields(resolve.run_config(job, "run-1", resolve.Platform(local=True))))
+    assert len(rows) > 30
+    for path, *_ in rows:
+        top = () if path.startswith("metadata.") else ("spec",)
+        assert schema.at((*top, *path.split("."))) is not None, f"{path} is no field of an RLJob: name it in NAMES"
+    assert ("store.uri", "", resolve.address(job.spec.store.uri, "", resolve.Platform(local=True)), True) in rows
+
+
+def test_the_configuration_of_each_list_item_stands_under_its_name(tmp_path):
+    cards = {card["title"]: card["rows"] for card in report_configuration.cards(configuration(tmp_path))}
+    assert ("prompt", "prompt", False) in cards["data.sets.fields: sums"]
+    assert ("library", "length", True) in cards["rewards: brief"]
+    assert ("totalSteps", str(STEPS), True) in cards["algorithm"]
+    assert "runId" not in str(cards)
 
 
 @pytest.mark.parametrize("run", ["nowhere", "file:///nowhere/at/all", "ftp://host/run", "."])

@@ -520,6 +520,23 @@ def test_when_the_run_is_over_the_worker_ends_by_itself(play: Any) -> None:
     play(test)
 
 
+def test_a_run_that_had_ended_when_the_worker_came_is_waited_for_until_a_trainer_takes_it_up(play: Any) -> None:
+    async def test(stage: Stage) -> None:
+        await stage.trainer.tell(stop="complete")
+        await stage.until(lambda: stage.worker.waiting_for() == "a trainer to take up the run, which had ended")
+        await asyncio.wait({stage.running}, timeout=60)
+        assert not stage.running.done()
+        assert stage.engine.version is None, "nothing is loaded for a run that has ended"
+        await stage.trainer.tell(term=2, stop=None)
+        await stage.trainer.grant(stage.worker, {0: 0})
+        await stage.delivers(0)
+        await stage.trainer.tell(stop="complete")
+        await asyncio.wait({stage.running}, timeout=20)
+        assert stage.running.done()
+
+    play(test)
+
+
 @pytest.mark.parametrize(
     ("changes", "shards"),
     [

@@ -12,7 +12,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
+from tests import job
+
 START_LIMIT_S = 300.0
+END_LIMIT_S = 10.0
 
 
 class VLLMServer:
@@ -26,7 +29,7 @@ class VLLMServer:
 
     def start(self) -> None:
         """Start the process; it is not ready when this returns."""
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)]
+        command = [sys.executable, "-m", "pipeline.vllm_server", "--model", str(self._model)]
         command += ["--served-model-name", "policy", "--enforce-eager", "--dtype", "float32"]
         command += ["--max-model-len", "256", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", *self._options]
@@ -55,12 +58,21 @@ class VLLMServer:
         raise AssertionError(f"vLLM is not ready after {START_LIMIT_S} s: {self._log.read_text()[-3000:]}")
 
     def kill(self) -> None:
-        """At once, with all its children."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
+        """At once; its engine has to end with it."""
+        if self._process is None:
+            return
+        below = job.descendants(self._process.pid)
+        self._process.kill()
+        self._process.wait()
+        deadline = time.monotonic() + END_LIMIT_S
+        while (left := [pid for pid in below if pathlib.Path(f"/proc/{pid}/exe").exists()]) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process = None
+        assert not left, f"processes of a killed vLLM live on: {left}"
 
 
 @contextlib.contextmanager

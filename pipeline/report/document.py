@@ -14,7 +14,7 @@ import math
 import string
 from typing import Any
 
-from pipeline.report import curves, evaluations, history, rollouts, source, summary
+from pipeline.report import configuration, curves, evaluations, history, rollouts, source, summary
 
 
 async def build(run: str) -> str:
@@ -24,7 +24,7 @@ async def build(run: str) -> str:
     shown, omissions = await rollouts.browse(storage, config, past)
     data = {
         **summary.of(config, past, await source.delivery(config, past.omissions)),
-        "uri": summary.redacted(uri),
+        "uri": configuration.redacted(uri),
         "generated": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "steps": list(past.metrics),
         "evaluations": evaluations.changes(past),

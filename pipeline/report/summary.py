@@ -1,19 +1,14 @@
-"""The head of a report and its configuration: what was run, how it went, what came out of it."""
+"""The head of a report: what was run, how it went, what came out of it."""
 
-import itertools
-import re
 import statistics
 from typing import Any
 
-import pydantic
-
 from pipeline import metrics
 from pipeline.config import RunConfig
-from pipeline.report import curves
+from pipeline.report import configuration, curves
+from pipeline.report.configuration import redacted
 from pipeline.report.history import History
 
-SECRET = re.compile(r"(?<=://)[^/@\s]+@|(?<=[?&])[^=&\s]+=[^&\s]+")
-"""Credentials and query strings of URLs: a report is sent to others."""
 STOPPED = {"complete": ("Complete", "good"), "failed": ("Failed", "bad")}
 
 
@@ -30,8 +25,8 @@ def of(config: RunConfig, past: History, delivery: dict[str, Any] | None) -> dic
         "summary": {"reward": reward(past), "speed": speed(past), "staleness": staleness(config, past)},
         "drops": past.drops.most_common(),
         "delivered": delivered(config, delivery),
-        "configuration": cards(config),
-        "attempts": changes(past),
+        "configuration": configuration.cards(config),
+        "attempts": configuration.changes(past.attempts),
     }
 
 
@@ -113,56 +108,6 @@ def delivered(config: RunConfig, delivery: dict[str, Any] | None) -> dict[str, s
         return None
     detail = f"step {delivery['version'][1]} ({config.output.what})" if delivery else "not delivered yet"
     return {"uri": redacted(config.output.uri), "detail": detail}
-
-
-def cards(model: pydantic.BaseModel, title: str = "run") -> list[dict[str, Any]]:
-    """[{title, rows of (field, value, whether it differs from the default)}]: one for `model`, one for each part."""
-    rows: list[tuple[str, str, bool]] = []
-    parts: list[dict[str, Any]] = []
-    prefix = "" if title == "run" else f"{title}."
-    for name, field in type(model).model_fields.items():
-        value = getattr(model, name)
-        if isinstance(value, pydantic.BaseModel):
-            parts += cards(value, f"{prefix}{name}")
-        elif isinstance(value, list) and value and isinstance(value[0], pydantic.BaseModel):
-            parts += [card for item in value for card in cards(item, f"{prefix}{name}: {getattr(item, 'name', '')}")]
-        else:
-            differs = field.is_required() or value != field.get_default(call_default_factory=True)
-            rows.append((name, spelled(value), differs))
-    return [{"title": title, "rows": rows}, *parts] if rows else parts
-
-
-def spelled(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {spelled(item)}" for key, item in value.items()) or "none"
-    if isinstance(value, list):
-        return ", ".join(map(spelled, value)) or "none"
-    return redacted(str(value))
-
-
-def redacted(text: str) -> str:
-    return SECRET.sub(lambda match: "…@" if match[0].endswith("@") else f"{match[0].split('=')[0]}=…", text)
-
-
-def changes(past: History) -> list[tuple[int, str, str, str]]:
-    """(attempt, field, before, after) of every field that an attempt changed."""
-    found = []
-    for (_, earlier), (number, later) in itertools.pairwise(past.attempts):
-        before, after = _flat(earlier), _flat(later)
-        for key in sorted({*before, *after} - {"run.attempt"}):
-            if before.get(key) != after.get(key):
-                found.append((number, key, before.get(key, "none"), after.get(key, "none")))
-    return found
-
-
-def _flat(config: RunConfig) -> dict[str, str]:
-    return {f"{card['title']}.{name}": text for card in cards(config) for name, text, _ in card["rows"]}
 
 
 def _known(past: History, name: str) -> list[float]:
