@@ -47,7 +47,19 @@ class Batch:
     @functools.cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each completion that the policy sampled, [N]."""
-        return np.diff(np.append(0, np.cumsum(self.mask.values))[self.mask.offsets])
+        return self._count(self.mask.values)
+
+    @functools.cached_property
+    def turns(self) -> np.ndarray:
+        """Turns of the policy in each completion, [N]; 0 for one without tokens."""
+        sampled = self.mask.values
+        begins = sampled & ~np.append(False, sampled[:-1])
+        begins[self.mask.offsets[:-1][self.lengths > 0]] = True
+        return self._count(begins)
+
+    def _count(self, flags: np.ndarray) -> np.ndarray:
+        """How many are set in each completion: flags [T] → [N]."""
+        return np.diff(np.append(0, np.cumsum(flags))[self.mask.offsets])
 
 
 async def load_plan(storage: Storage, plan: Plan) -> Batch:

@@ -243,6 +243,7 @@ def of_batch(batch: Batch, step: int) -> Row:
     return {
         **metrics.of_rewards(batch.rewards, batch.valid, batch.groups, batch.parts),
         **metrics.of_responses(batch.lengths, batch.truncated),
+        **metrics.of_turns(batch.turns, np.diff(batch.completions.offsets) - batch.lengths),
         **metrics.of_staleness(step - 1 - batch.steps),
         "perf/samples": float(len(batch.rewards)),
         "perf/tokens": float(tokens.sum()),
