@@ -155,7 +155,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "spec": (
         Rule(
-            f"(has(self.rewards) && self.rewards.size() > 0) || {_ONLY_GENERATORS}",
+            f"(has(self.rewards) && self.rewards.size() > 0) || {_ONLY_GENERATORS} || has(self.environment)",
             "prompts from a file need a reward, such as [{name: correct, library: math-verify}]",
             ".rewards",
         ),
@@ -164,6 +164,18 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "!self.rewards.exists(r, has(r.library) && r.library == 'generator')",
             "a generator scores its own prompts only; use math-verify or a function",
             ".rewards",
+        ),
+        Rule(
+            "!has(self.rewards) || has(self.environment) || "
+            "!self.rewards.exists(r, has(r.library) && r.library == 'environment')",
+            "the job has no environment; set spec.environment, or use another scorer",
+            ".rewards",
+        ),
+        Rule(
+            "!has(self.environment) || !has(self.environment.library) || "
+            "self.environment.library != 'reasoning-gym' || self.data.sets.all(s, has(s.generator))",
+            "it knows its own tasks only; generate all data.sets, or give a class",
+            ".environment.library",
         ),
         Rule(
             "self.algorithm.sampling.maxNewTokens < self.rollout.maxModelLen",
@@ -230,6 +242,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
     ),
     "spec.evaluation.sets[].parameters": (Rule("!has(self.seed)", "use data.seed, which all sets follow", ".seed"),),
+    "spec.environment": (
+        Rule("has(self.class) != has(self.library)", "give exactly one of class and library"),
+        Rule(
+            "!has(self.from) || (has(self.class) && self.class.contains('.py:'))",
+            "only a class of the form file.py:Class is taken from a ConfigMap",
+            ".from",
+        ),
+    ),
     "spec.rewards[]": (
         Rule(
             "[has(self.__function__), has(self.endpoint), has(self.model), has(self.library)].exists_one(x, x)",

@@ -84,7 +84,7 @@ def rollout(job: RLJob, config: RunConfig, platform: Platform) -> Dict:
             containers.fetch(job, platform, image, f"{containers.CONFIG_FOLDER}/run.json", job.spec.model.secret_ref)
         ],
         main=[containers.vllm(job, platform, image), containers.worker(job, platform, image)],
-        volumes=[volume for volume, mount in containers.reward_files(job, platform)],
+        volumes=[volume for volume, mount in containers.user_files(job, platform)],
     )
     pod["terminationGracePeriodSeconds"] = 60
     # A changed configuration replaces the workers; a new attempt or policy version does not.

@@ -8,7 +8,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from operators.names import child_name
-from operators.resolve import MODEL_PATH, REWARD_PORT, REWARDS_PATH, Platform, cpus, model, policy_model, processes
+from operators.resolve import (
+    ENVIRONMENT_PATH,
+    MODEL_PATH,
+    REWARD_PORT,
+    REWARDS_PATH,
+    Platform,
+    cpus,
+    model,
+    policy_model,
+    processes,
+)
 from operators.spec import RLJob
 from operators.spec.inputs import Reward, SecretReference
 from operators.spec.pods import GPU, EnvironmentVariable, Resources
@@ -25,7 +35,7 @@ STARTUP = {"periodSeconds": 10, "failureThreshold": 60}
 Dict = dict[str, Any]
 
 COMPANION: Dict = {"requests": {"cpu": "250m", "memory": "512Mi"}}
-"""What the containers beside vLLM reserve; the user's reward functions run in the worker's."""
+"""What the containers beside vLLM reserve; the user's reward functions and environment run in the worker's."""
 RESTRICTED: Dict = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -106,7 +116,7 @@ def worker(job: RLJob, platform: Platform, image: str) -> Dict:
         _value("HF_HUB_OFFLINE", "1"),
         *_credentials(job.spec.store.secret_ref),
     ]
-    rewards = [mount for volume, mount in reward_files(job, platform)]
+    files = [mount for volume, mount in user_files(job, platform)]
     return {
         "name": "worker",
         "image": image,
@@ -116,7 +126,7 @@ def worker(job: RLJob, platform: Platform, image: str) -> Dict:
         "startupProbe": _probe("/healthz", "status") | STARTUP,
         "readinessProbe": _probe("/readyz", "status") | {"periodSeconds": 10, "failureThreshold": 3},
         "resources": {} if platform.local else COMPANION,
-        "volumeMounts": [_mount("config"), _mount("model"), _mount("policies"), _mount("tmp", "worker"), *rewards],
+        "volumeMounts": [_mount("config"), _mount("model"), _mount("policies"), _mount("tmp", "worker"), *files],
     }
 
 
@@ -192,7 +202,7 @@ def finished(container: Dict, extra: list[EnvironmentVariable]) -> Dict:
 
 
 def volumes(containers: Iterable[Dict], config_map: str) -> list[Dict]:
-    """The pod's own volumes that `containers` mount; the reward functions' come on top."""
+    """The pod's own volumes that `containers` mount; those of the user's files come on top."""
     sources: dict[str, Dict] = {
         "config": {"configMap": {"name": config_map}},
         "model": {"emptyDir": {}},
@@ -221,17 +231,21 @@ def _mount(volume: str, part: str | None = None, writable: bool | None = None) -
     return mount | ({"readOnly": True} if read_only else {})
 
 
-def reward_files(job: RLJob, platform: Platform) -> list[tuple[Dict, Dict]]:
-    """(volume, mount) of each reward function that a ConfigMap holds; `miles run` reads the files where they lie."""
+def user_files(job: RLJob, platform: Platform) -> list[tuple[Dict, Dict]]:
+    """(volume, mount) of each ConfigMap that holds a reward function or the environment; `miles run` reads the files
+    where they lie."""
     if platform.local:
         return []
+    sources = {f"reward-{reward.name}": (reward.from_, f"{REWARDS_PATH}/{reward.name}") for reward in job.spec.rewards}
+    if job.spec.environment is not None:
+        sources["environment"] = (job.spec.environment.from_, ENVIRONMENT_PATH)
     return [
         (
-            {"name": f"reward-{reward.name}", "configMap": {"name": reward.from_.config_map}},
-            {"name": f"reward-{reward.name}", "mountPath": f"{REWARDS_PATH}/{reward.name}", "readOnly": True},
+            {"name": name, "configMap": {"name": source.config_map}},
+            {"name": name, "mountPath": path, "readOnly": True},
         )
-        for reward in job.spec.rewards
-        if reward.from_ is not None
+        for name, (source, path) in sources.items()
+        if source is not None
     ]
 
 

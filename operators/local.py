@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 import rich.console
 
-from operators import manifest, rewardfiles
+from operators import manifest, userfiles
 from operators.children import children
 from operators.figures import duration
 from operators.machine import Ports, gpu_ids
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
             cpus=len(os.sched_getaffinity(0)),
             folder=os.path.dirname(os.path.abspath(options.file)),
         )
-        rewardfiles.check(job, platform.folder)
+        userfiles.check(job, platform.folder)
         with RunFolder(options.run_dir or f"runs/{job.metadata.name}", say) as folder:
             folder.claim(job)
             return asyncio.run(Run(job, folder, platform, options.progress).execute())

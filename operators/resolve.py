@@ -9,13 +9,14 @@ from pydantic.alias_generators import to_snake
 
 from operators.names import child_name
 from operators.spec import RLJob
-from operators.spec.inputs import EvaluationSet, ModelSource, PromptSet, PromptSource
+from operators.spec.inputs import ConfigMapSource, EvaluationSet, ModelSource, PromptSet, PromptSource
 from operators.spec.pods import GPU, Resources, Rollout, Trainer
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.config import RunConfig
 
 MODEL_PATH = "/var/lib/miles/model"
 REWARDS_PATH = "/etc/miles/rewards"
+ENVIRONMENT_PATH = "/etc/miles/environment"
 REWARD_PORT = 8000
 
 
@@ -96,7 +97,8 @@ def run_config(job: RLJob, run_id: str, platform: Platform, attempt: int = 0) ->
             "system_prompt": spec.data.system_prompt,
             "sets": [_training_set(entry, number, platform) for number, entry in enumerate(spec.data.sets)],
         },
-        "rewards": [_reward(job, number, platform) for number in range(len(spec.rewards))] or [GENERATOR_REWARD],
+        "environment": _environment(job, platform),
+        "rewards": [_reward(job, number, platform) for number in range(len(spec.rewards))] or [_default_reward(job)],
         "algorithm": _algorithm(job),
         "rollout": {
             "adapter_loading": spec.rollout.adapter_loading or ("hot" if on_gpu else "merge"),
@@ -124,7 +126,9 @@ def run_config(job: RLJob, run_id: str, platform: Platform, attempt: int = 0) ->
     return RunConfig.model_validate(config)
 
 
-GENERATOR_REWARD = {"name": "generator", "library": "generator"}
+def _default_reward(job: RLJob) -> dict[str, Any]:
+    library = "generator" if job.spec.environment is None else "environment"
+    return {"name": library, "library": library}
 
 
 def policy_model(source: ModelSource, platform: Platform) -> dict[str, Any]:
@@ -198,24 +202,43 @@ def _reward(job: RLJob, number: int, platform: Platform) -> dict[str, Any]:
         "weight": float(reward.weight),
         "timeout_s": reward.timeout_seconds,
         "on_error": reward.on_error,
-        "folder": _reward_folder(job, number, platform),
+        "folder": _folder(
+            reward.function, reward.from_, f"spec.rewards[{number}]", f"{REWARDS_PATH}/{reward.name}", platform
+        ),
         "memory_mib": reward.memory_mebibytes,
     }
 
 
-def _reward_folder(job: RLJob, number: int, platform: Platform) -> str | None:
-    """Folder of the reward's file.py; None if it has none."""
-    reward = job.spec.rewards[number]
-    if reward.function is None or ".py:" not in reward.function:
+def _environment(job: RLJob, platform: Platform) -> dict[str, Any] | None:
+    environment = job.spec.environment
+    if environment is None:
+        return None
+    return {
+        "code": environment.class_,
+        "library": environment.library,
+        "parameters": environment.parameters,
+        "folder": _folder(environment.class_, environment.from_, "spec.environment", ENVIRONMENT_PATH, platform),
+        "max_turns": environment.max_turns,
+        "max_tokens_per_turn": environment.max_tokens_per_turn,
+        "timeout_s": environment.timeout_seconds,
+        "episode_timeout_s": environment.episode_timeout_seconds,
+        "concurrency": environment.concurrency,
+        "memory_mib": environment.memory_mebibytes,
+    }
+
+
+def _folder(
+    code: str | None, source: ConfigMapSource | None, field: str, mounted: str, platform: Platform
+) -> str | None:
+    """Folder of the file.py that `code` names; None if it names none. `field`: what has `code` and `source`."""
+    if code is None or ".py:" not in code:
         return None
     if platform.local:
         return pathlib.Path(platform.folder).absolute().as_posix()
-    if reward.from_ is None:
-        file = reward.function.partition(":")[0]
-        raise ValueError(
-            f"spec.rewards[{number}].from: missing; a cluster takes {file} from a ConfigMap: from: {{configMap: …}}"
-        )
-    return f"{REWARDS_PATH}/{reward.name}"
+    if source is None:
+        file = code.partition(":")[0]
+        raise ValueError(f"{field}.from: missing; a cluster takes {file} from a ConfigMap: from: {{configMap: …}}")
+    return mounted
 
 
 def _algorithm(job: RLJob) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def broken(job: RLJob) -> Iterator[Broken]:
     yield from _prompt_sets(("spec", "data", "sets"), job.spec.data.sets)
     yield from _prompt_sets(("spec", "evaluation", "sets"), job.spec.evaluation.sets)
     yield from _evaluation(job)
+    yield from _environment(job)
     yield from _rewards(job)
     yield from _algorithm(job)
     yield from _sampling(job)
@@ -92,7 +93,7 @@ def _evaluation(job: RLJob) -> Iterator[Broken]:
 def _rewards(job: RLJob) -> Iterator[Broken]:
     spec = job.spec
     generated = all(entry.uri is None or entry.generator is not None for entry in spec.data.sets)
-    if not spec.rewards and not generated:
+    if not spec.rewards and not generated and spec.environment is None:
         yield ("spec", "rewards"), "prompts from a file need a reward, such as [{name: correct, library: math-verify}]"
     names = [reward.name for reward in spec.rewards]
     for number, reward in enumerate(spec.rewards):
@@ -106,6 +107,21 @@ def _rewards(job: RLJob) -> Iterator[Broken]:
             yield (*here, "from"), "only a function of the form file.py:function is taken from a ConfigMap"
         if reward.library == "generator" and not generated:
             yield (*here, "library"), "a generator scores its own prompts only; use math-verify or a function"
+        if reward.library == "environment" and spec.environment is None:
+            yield (*here, "library"), "the job has no environment; set spec.environment, or use another scorer"
+
+
+def _environment(job: RLJob) -> Iterator[Broken]:
+    environment, here = job.spec.environment, ("spec", "environment")
+    if environment is None:
+        return
+    if (environment.class_ is None) == (environment.library is None):
+        yield here, "give exactly one of class and library"
+    if environment.from_ is not None and ".py:" not in (environment.class_ or ""):
+        yield (*here, "from"), "only a class of the form file.py:Class is taken from a ConfigMap"
+    generated = all(entry.generator is not None for entry in job.spec.data.sets)
+    if environment.library == "reasoning-gym" and not generated:
+        yield (*here, "library"), "it knows its own tasks only; generate all data.sets, or give a class"
 
 
 def _algorithm(job: RLJob) -> Iterator[Broken]:

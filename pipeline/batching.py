@@ -9,8 +9,9 @@ The samples of a group share their prompt, so a micro-batch holds it once, follo
     source      2  3  4    2  5               the token whose hidden state predicts the target
     target     a0 a1 a2   b0 b1
 
-The last token of a completion predicts nothing and is left out. The log-probabilities are those of each prompt and
-completion by themselves, for P + n·(C−1) tokens instead of n·(P+C). Everything here is numpy.
+The last token of a completion predicts nothing and is left out. What an environment wrote between two turns is input
+like the rest, and predicted by nothing: it is no `target`, as if it were compacted away. The log-probabilities are
+those of each prompt and completion by themselves, for P + n·(C−1) tokens instead of n·(P+C). Everything here is numpy.
 """
 
 import asyncio
@@ -34,7 +35,8 @@ class Batch:
 
     prompts: Ragged  # [N] of [P] token ids
     completions: Ragged  # [N] of [C] token ids
-    logprobs: Ragged  # [N] of [C] float32, log μ of the sampled tokens
+    logprobs: Ragged  # [N] of [C] float32, log μ of the sampled tokens; NaN for observations
+    mask: Ragged  # [N] of [C] bool, the response mask: sampled by the policy, no observation
     rewards: np.ndarray  # [N] float64; NaN where unscorable
     parts: dict[str, np.ndarray]  # reward name → [N] float64, unweighted; NaN where missing
     valid: np.ndarray  # [N] bool: takes part in training
@@ -44,8 +46,20 @@ class Batch:
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each completion, [N]."""
-        return np.diff(self.completions.offsets)
+        """Tokens of each completion that the policy sampled, [N]."""
+        return self._count(self.mask.values)
+
+    @functools.cached_property
+    def turns(self) -> np.ndarray:
+        """Turns of the policy in each completion, [N]; 0 for one without tokens."""
+        sampled = self.mask.values
+        begins = sampled & ~np.append(False, sampled[:-1])
+        begins[self.mask.offsets[:-1][self.lengths > 0]] = True
+        return self._count(begins)
+
+    def _count(self, flags: np.ndarray) -> np.ndarray:
+        """How many are set in each completion: flags [T] → [N]."""
+        return np.diff(np.append(0, np.cumsum(flags))[self.mask.offsets])
 
 
 class Unreadable(Damaged):
@@ -93,6 +107,7 @@ def _batch(table: pa.Table, groups: np.ndarray) -> Batch:
         prompts=experience.ragged(table, "prompt_ids"),
         completions=completions,
         logprobs=experience.ragged(table, "logprobs"),
+        mask=Ragged(experience.response_mask(table), completions.offsets),
         rewards=rewards,
         parts=_parts(table),
         valid=scored & table["invalid"].is_null().to_numpy(),
@@ -130,7 +145,7 @@ class MicroBatch:
     source: np.ndarray  # [R] int64, index into T
     target: np.ndarray  # [R] int64, token id
     row: np.ndarray  # [R] int64, sample in the batch
-    column: np.ndarray  # [R] int64, position in its completion
+    column: np.ndarray  # [R] int64, position among the sampled tokens of its completion
     sampled: np.ndarray  # [R] float32, log μ
     mask: np.ndarray  # [R] bool, the response mask
 
@@ -161,10 +176,10 @@ def pack(batch: Batch, include: np.ndarray, ranks: int, max_tokens: int) -> list
 
 def _blocks(batch: Batch, include: np.ndarray, max_tokens: int) -> list[_Block]:
     blocks: list[_Block] = []
-    prompt_lengths = np.diff(batch.prompts.offsets)
+    prompt_lengths, completion_lengths = np.diff(batch.prompts.offsets), np.diff(batch.completions.offsets)
     group = -1
     for sample in np.flatnonzero(include).tolist():
-        own = int(batch.lengths[sample]) - 1
+        own = int(completion_lengths[sample]) - 1
         if batch.groups[sample] == group and blocks[-1].tokens + own <= max_tokens:
             blocks[-1] = _Block([*blocks[-1].samples, sample], blocks[-1].tokens + own)
         else:
@@ -233,16 +248,17 @@ class _Builder:
         parent = self.segments
         last = self._append(prompt, 0, parent) + len(prompt) - 1
         for sample in samples:
-            completion = _row(self.batch.completions, sample)
+            completion, mask = _row(self.batch.completions, sample), _row(self.batch.mask, sample)
             start = self._append(completion[:-1], len(prompt), parent)
             sources = np.append(last, start + np.arange(len(completion) - 1))
+            count = int(self.batch.lengths[sample])
             self._extend(
-                source=sources,
-                target=completion,
-                row=np.full(len(completion), sample),
-                column=np.arange(len(completion)),
-                sampled=_row(self.batch.logprobs, sample),
-                mask=np.ones(len(completion), np.bool_),
+                source=sources[mask],
+                target=completion[mask],
+                row=np.full(count, sample),
+                column=np.arange(count),
+                sampled=_row(self.batch.logprobs, sample)[mask],
+                mask=np.ones(count, np.bool_),
             )
 
     def finish(self) -> MicroBatch:

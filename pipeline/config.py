@@ -67,7 +67,7 @@ class RewardConfig(Config):
     endpoint: str | None = None
     """http(s) URL that receives {prompt, completion, answer} and replies {score}."""
     library: str | None = None
-    """A shipped scorer: generator, math-verify, length."""
+    """A shipped scorer: a name in pipeline.rewards.registry."""
     model: str | None = None
     """URL of the vLLM pooling server of a reward model."""
     parameters: dict[str, Any] = {}
@@ -82,9 +82,33 @@ class RewardConfig(Config):
     """Address-space limit of the process that runs a user's function."""
 
 
+class EnvironmentConfig(Config):
+    code: str | None = None
+    """`module:Class` or `file.py:Class`; exactly one of code and library."""
+    library: str | None = None
+    """A shipped environment: reasoning-gym."""
+    parameters: dict[str, Any] = {}
+    """Arguments of the class."""
+    folder: str | None = None
+    """Folder that `file.py` is relative to."""
+    max_turns: int = 16
+    """Turns of the policy after which an episode ends."""
+    max_tokens_per_turn: int | None = None
+    """Tokens that the policy samples in one turn; None: what sampling.max_new_tokens leaves."""
+    timeout_s: float = 30.0
+    """Longest time one reset or step may take."""
+    episode_timeout_s: float = 600.0
+    """Longest time one episode may take."""
+    concurrency: int = 128
+    """Episodes that one worker plays at a time, each in a process of its own."""
+    memory_mib: int = 2048
+    """Address-space limit of an episode's process."""
+
+
 class SamplingConfig(Config):
     temperature: float = 1.0
     max_new_tokens: int = 256
+    """Of a sample in all its turns together."""
     stop: list[str] = []
 
 
@@ -194,6 +218,8 @@ class RunConfig(Config):
     attempt: int = 0
     model: ModelConfig
     data: DataConfig
+    environment: EnvironmentConfig | None = None
+    """None: a completion has one turn."""
     rewards: list[RewardConfig]
     algorithm: AlgorithmConfig
     rollout: RolloutConfig = RolloutConfig()

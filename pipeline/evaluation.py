@@ -148,7 +148,7 @@ def summary(groups: Sequence[RolloutGroup], samples: int, task_reward: str) -> d
         "count": len(groups),
         "invalid": sum(r.invalid is not None for group in groups for r in group.rollouts),
         "reward": _mean(rewards),
-        "response_length": _mean([float(len(r.completion_ids)) for group in groups for r in group.rollouts]),
+        "response_length": _mean([float(r.mask.sum()) for group in groups for r in group.rollouts]),
         "per_prompt": per_prompt,
     }
 

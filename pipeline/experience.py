@@ -3,6 +3,10 @@
 A row is one sample (one completion of one prompt). All samples of a group lie together in one shard.
 The schema is explicit; columns may be added within v1 (nullable), never changed.
 
+A sample of several turns holds all tokens after its prompt, the policy's and the environment's, in the order in which
+the policy saw them: `turns` says who wrote which. Observations are context and nothing else: they have no logprob
+(NaN, so that a reader that does not know of turns refuses the shard), and no part in losses and statistics.
+
 Reading is guarded: `decode` answers anything that is no shard of whole and sane groups with Damaged, so that a torn
 or hostile object is quarantined by its reader and never ends it. Samples marked invalid may hold anything that the
 engine returned (no token, a NaN logprob): their values are not checked, and are not to be trained on.
@@ -10,6 +14,7 @@ engine returned (no token, a NaN logprob): their values are not checked, and are
 
 import dataclasses
 import io
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +23,7 @@ import pyarrow.parquet as pq
 
 from pipeline.versions import Version
 
+TURN = pa.struct([("start", pa.int32()), ("observation", pa.bool_()), ("text", pa.large_string())])
 SCHEMA = pa.schema(
     [
         pa.field("index", pa.int64(), nullable=False),  # prompt index, names the group
@@ -26,9 +32,9 @@ SCHEMA = pa.schema(
         pa.field("prompt", pa.large_string()),
         pa.field("answer", pa.large_string()),
         pa.field("prompt_ids", pa.large_list(pa.int32()), nullable=False),  # [P]
-        pa.field("completion", pa.large_string()),
+        pa.field("completion", pa.large_string()),  # of several turns the policy's last
         pa.field("completion_ids", pa.large_list(pa.int32()), nullable=False),  # [C]
-        pa.field("logprobs", pa.large_list(pa.float32()), nullable=False),  # [C] of the sampling policy
+        pa.field("logprobs", pa.large_list(pa.float32()), nullable=False),  # [C] of the sampling policy; NaN: observed
         pa.field("finish_reason", pa.large_string(), nullable=False),  # stop | length
         pa.field("reward", pa.float64()),  # weighted sum; null: unscorable
         pa.field("rewards", pa.map_(pa.string(), pa.float64())),  # unweighted, by name
@@ -37,6 +43,7 @@ SCHEMA = pa.schema(
         pa.field("version_step", pa.int64(), nullable=False),
         pa.field("spans", pa.list_(pa.struct([("start", pa.int32()), ("term", pa.int32()), ("step", pa.int64())]))),
         pa.field("created", pa.float64(), nullable=False),  # seconds since the epoch, the worker's clock
+        pa.field("turns", pa.list_(TURN)),  # null: one turn, all of it sampled
     ],
     metadata={"miles.schema": "1"},
 )
@@ -46,22 +53,36 @@ class Damaged(ValueError):
     """A shard that is torn, fails its checksum or breaks a rule; the message names the rule."""
 
 
+class Turn(NamedTuple):
+    """A part of a sample's tokens, up to the next turn."""
+
+    start: int  # index of its first token
+    observation: bool  # written by the environment, not sampled
+    text: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Rollout:
     """One completion. Example: prompt_ids [5, 9], completion_ids [7, 2], logprobs [-0.1, -0.7]."""
 
     completion_ids: list[int]  # [C]
-    logprobs: list[float]  # [C], float32, log μ of the sampled tokens
+    logprobs: list[float]  # [C], float32, log μ of the sampled tokens; NaN for observations
     completion: str
     finish_reason: str
     reward: float | None  # None: unscorable
     rewards: dict[str, float]
     invalid: str | None
     spans: list[tuple[int, Version]]  # (first token of the span, version that made it)
+    turns: list[Turn] = dataclasses.field(default_factory=list)  # empty: one turn, all of it sampled
 
     @property
     def oldest(self) -> Version:
         return min(version for _, version in self.spans)
+
+    @property
+    def mask(self) -> np.ndarray:
+        """[C] bool: which tokens the policy sampled."""
+        return _mask(self.turns, len(self.completion_ids))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +146,11 @@ def encode(groups: list[RolloutGroup]) -> bytes:
             for _, _, rollout in rows
         ],
         "created": [group.created for group, _, _ in rows],
+        "turns": [
+            [{"start": turn.start, "observation": turn.observation, "text": _text(turn.text)} for turn in rollout.turns]
+            or None
+            for _, _, rollout in rows
+        ],
     }
     table = pa.table([pa.array(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
     sink = io.BytesIO()
@@ -198,8 +224,10 @@ def _check_rows(table: pa.Table, vocabulary: int | None) -> None:
         _refuse(
             valid & _any(column, (column.values < 0) | (column.values >= limit)), f"a token id is not in [0, {limit})"
         )
-    values = logprobs.values
-    _refuse(valid & _any(logprobs, ~np.isfinite(values)), "a logprob is not finite")
+    _check_turns(table, valid, lengths)
+    mask, values = response_mask(table), logprobs.values
+    _refuse(valid & _any(logprobs, mask & ~np.isfinite(values)), "a logprob is not finite")
+    _refuse(valid & _any(logprobs, ~mask & ~np.isnan(values)), "an observation has a logprob")
     _refuse(valid & _any(logprobs, values > 0), "a logprob is positive")
     _refuse(valid & _any(logprobs, values <= STAND_IN), f"a logprob is {STAND_IN:g}, the engine's stand-in for -inf")
     reward = table.column("reward").to_numpy()  # [N], null as NaN
@@ -207,6 +235,20 @@ def _check_rows(table: pa.Table, vocabulary: int | None) -> None:
     finish = np.array([reason in ("stop", "length") for reason in table.column("finish_reason").to_pylist()], bool)
     _refuse(valid & ~finish, "finish_reason is neither stop nor length")
     _check_spans(table, valid, lengths)
+
+
+def _check_turns(table: pa.Table, valid: np.ndarray, lengths: np.ndarray) -> None:
+    """Turns cover the completion in order, and the first and the last are the policy's."""
+    for row, turns in _of_several_turns(table):
+        starts, observed = [turn["start"] for turn in turns], [turn["observation"] for turn in turns]
+        if not valid[row]:
+            continue
+        if None in starts or None in observed:
+            raise Damaged(f"row {row}: a turn holds nulls")
+        if starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= lengths[row]:
+            raise Damaged(f"row {row}: turns {starts} do not cover the completion in order")
+        if observed[0] or observed[-1]:
+            raise Damaged(f"row {row}: an observation without a sampled turn before and after it")
 
 
 def _check_spans(table: pa.Table, valid: np.ndarray, lengths: np.ndarray) -> None:
@@ -275,6 +317,34 @@ def ragged(table: pa.Table, name: str) -> Ragged:
     return Ragged(values[offsets[0] : offsets[-1]], offsets - offsets[0])
 
 
+def response_mask(table: pa.Table) -> np.ndarray:
+    """[T] bool over the values of `completion_ids`: sampled by the policy. Of invalid samples all are True."""
+    completions = ragged(table, "completion_ids")
+    mask = np.ones(len(completions.values), np.bool_)
+    invalid = table.column("invalid")
+    for row, turns in _of_several_turns(table):
+        if invalid[row].as_py() is None:
+            start, stop = completions.offsets[row : row + 2]
+            mask[start:stop] = _mask([Turn(**turn) for turn in turns], stop - start)
+    return mask
+
+
+def _of_several_turns(table: pa.Table) -> list[tuple[int, list[dict[str, Any]]]]:
+    """(row, its turns), for rows that have any."""
+    column = table.column("turns")
+    if column.null_count == len(column):
+        return []
+    return [(row, turns) for row, turns in enumerate(column.to_pylist()) if turns]
+
+
+def _mask(turns: Sequence[Turn], length: int) -> np.ndarray:
+    mask = np.ones(length, np.bool_)
+    for turn, stop in zip(turns, [*(turn.start for turn in turns[1:]), length], strict=False):
+        if turn.observation:
+            mask[turn.start : stop] = False
+    return mask
+
+
 def rows(table: pa.Table, start: int, stop: int) -> list[RolloutGroup]:
     """The groups in rows start … stop-1, which must be whole, as Python objects (slow: some 10,000 rows/s)."""
     part = table.slice(start, stop - start).to_pylist()
@@ -307,4 +377,5 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         rewards=dict(row["rewards"] or []),
         invalid=row["invalid"],
         spans=[(span["start"], Version(span["term"], span["step"])) for span in row["spans"] or []],
+        turns=[Turn(**turn) for turn in row["turns"] or []],
     )

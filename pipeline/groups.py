@@ -132,9 +132,8 @@ class Groups:
         self._fail(index, reason)
 
     def _count(self, generated: Generated) -> None:
-        tokens = sum(len(completion.ids) for completion in generated.completions)
-        self.generated_tokens += tokens
-        self._lately.append((self._clock.now(), tokens))
+        self.generated_tokens += generated.tokens
+        self._lately.append((self._clock.now(), generated.tokens))
 
 
 class Trials:

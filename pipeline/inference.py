@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import socket
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import aiohttp
@@ -30,6 +31,10 @@ CPU_WORKER = "CPUWorker"
 """Class that vLLM names when its worker on a CPU lacks a method."""
 MOURNING_S = 1.0
 """After a lost connection, time in which a dying process's other connections close as well."""
+STAND_IN = -9999.0
+"""vLLM's spelling of minus infinity, which JSON does not have."""
+ROUNDING = 1e-5
+"""Log-probabilities this little above 0 are float32's doing, and are 0."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +64,32 @@ class Completion:
     logprobs: list[float]  # [C], of the sampled ids under the distribution they were drawn from
     text: str
     finish_reason: str  # stop | length
+
+
+def unfit(prompt_ids: Sequence[int], sampling: Sampling, max_model_len: int) -> str | None:
+    """Why this prompt cannot be completed; None if it can."""
+    if not prompt_ids:
+        return "the prompt has no tokens"
+    if len(prompt_ids) + sampling.max_new_tokens > max_model_len:
+        return (
+            f"the prompt has {len(prompt_ids)} tokens; with max_new_tokens {sampling.max_new_tokens} "
+            f"they exceed max_model_len {max_model_len}"
+        )
+    return None
+
+
+def defect(completion: Completion, vocabulary_size: int) -> str | None:
+    """Why the trainer could do nothing with this completion; None if it can."""
+    if not completion.ids:
+        return "empty completion"
+    if len(completion.logprobs) != len(completion.ids):
+        return f"{len(completion.logprobs)} logprobs for {len(completion.ids)} tokens"
+    for token, logprob in zip(completion.ids, completion.logprobs, strict=True):
+        if not 0 <= token < vocabulary_size:
+            return f"token id {token} is outside the vocabulary of {vocabulary_size}"
+        if not math.isfinite(logprob) or logprob <= STAND_IN or logprob > ROUNDING:
+            return f"logprob {logprob:g}"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

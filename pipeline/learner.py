@@ -239,11 +239,12 @@ class Sums:
 
 def of_batch(batch: Batch, step: int) -> Row:
     """reward/*, response_length/*, async/staleness_* and the sizes of a step's batch."""
-    prompt_tokens = np.diff(batch.prompts.offsets)
+    tokens = np.diff(batch.prompts.offsets) + np.diff(batch.completions.offsets)
     return {
         **metrics.of_rewards(batch.rewards, batch.valid, batch.groups, batch.parts),
         **metrics.of_responses(batch.lengths, batch.truncated),
+        **metrics.of_turns(batch.turns, np.diff(batch.completions.offsets) - batch.lengths),
         **metrics.of_staleness(step - 1 - batch.steps),
         "perf/samples": float(len(batch.rewards)),
-        "perf/tokens": float((prompt_tokens + batch.lengths).sum()),
+        "perf/tokens": float(tokens.sum()),
     }

@@ -117,6 +117,17 @@ def of_responses(lengths: np.ndarray, truncated: np.ndarray) -> Row:
     }
 
 
+def of_turns(turns: np.ndarray, observed: np.ndarray) -> Row:
+    """episode/*: turns [N] of the policy, observed [N] tokens of the environment; empty where all have one turn."""
+    if turns.max(initial=0) < 2:
+        return {}
+    return {
+        "episode/turns_mean": _mean(turns),
+        "episode/turns_max": float(turns.max()),
+        "episode/observation_length_mean": _mean(observed),
+    }
+
+
 def of_staleness(staleness: np.ndarray) -> Row:
     """async/staleness_*: staleness [N] in policy versions."""
     return {"async/staleness_mean": _mean(staleness), "async/staleness_max": float(staleness.max(initial=0))}

@@ -25,6 +25,7 @@ from pipeline import config as configuration
 from pipeline import evaluation, status, termination, weights
 from pipeline.clock import Clock, SystemClock
 from pipeline.config import RunConfig
+from pipeline.environments.episode import Environment
 from pipeline.evaluation import EvaluationSet
 from pipeline.groups import Groups
 from pipeline.inference import VLLM, EngineError, Weights
@@ -377,7 +378,11 @@ async def serve(config: RunConfig, url: str, instance: str) -> None:
         folder = stack.enter_context(scratch(config, instance))
         stack.push_async_callback(engine.close)
         scorer = await stack.enter_async_context(Scorer(config.rewards))
-        sampler = Sampler(engine, tokenizer, scorer, clock, config.data.system_prompt, config.rollout.max_model_len)
+        shape = config.data.system_prompt, config.rollout.max_model_len
+        environment = None
+        if config.environment is not None:
+            environment = await stack.enter_async_context(Environment(config.environment, engine, tokenizer, *shape))
+        sampler = Sampler(engine, tokenizer, scorer, clock, *shape, environment)
         policies = Policies(storage, config, folder)
         # One thread: generators are not made for several, and an item may take seconds.
         thread = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, "prompts"))

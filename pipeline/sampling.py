@@ -7,20 +7,16 @@ gives a group whose samples all carry that reason, so that it is dropped once an
 
 import asyncio
 import dataclasses
-import math
+from collections.abc import Sequence
 
 from pipeline.clock import Clock
-from pipeline.experience import Rollout, RolloutGroup
-from pipeline.inference import Completion, Engine, EngineLost, Sampling
+from pipeline.environments.episode import Environment, Episode
+from pipeline.experience import Rollout, RolloutGroup, Turn
+from pipeline.inference import Completion, Engine, EngineLost, Sampling, defect, unfit
 from pipeline.prompts import Prompt
 from pipeline.rewards.scorer import Scorer
 from pipeline.tokenizer import Tokenizer
 from pipeline.versions import Version
-
-STAND_IN = -9999.0
-"""vLLM's spelling of minus infinity, which JSON does not have."""
-ROUNDING = 1e-5
-"""Log-probabilities this little above 0 are float32's doing, and are 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +30,15 @@ class Generated:
     completions: list[Completion]
     max_new_tokens: int
     reason: str | None = None
+    episodes: list[Episode] = dataclasses.field(default_factory=list)
+    """What made the completions, where the run has an environment."""
+
+    @property
+    def tokens(self) -> int:
+        """Sampled ones."""
+        if self.episodes:
+            return sum(episode.tokens for episode in self.episodes)
+        return sum(len(completion.ids) for completion in self.completions)
 
 
 class Sampler:
@@ -45,26 +50,53 @@ class Sampler:
         clock: Clock,
         system_prompt: str | None,
         max_model_len: int,
+        environment: Environment | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.scorer, self.clock = engine, tokenizer, scorer, clock
         self.system_prompt, self.max_model_len = system_prompt, max_model_len
-        self.vocabulary_size = tokenizer.vocabulary_size
+        self.vocabulary_size, self.environment = tokenizer.vocabulary_size, environment
 
     async def generate(self, prompt: Prompt, samples: int, sampling: Sampling) -> Generated:
         """Raises EngineError where the engine fails; what is wrong with the prompt is told in the result."""
         version = self.engine.version
         if version is None:
             raise EngineLost("the server went away before this prompt was sent")
+        sampling = dataclasses.replace(sampling, stop_ids=tuple(sorted(self.tokenizer.eos_ids)))
+        if self.environment is not None:
+            return await self._play(self.environment, prompt, samples, sampling, version)
         try:
             ids = self.tokenizer.encode(prompt.content, self.system_prompt)
         except ValueError as error:
             return Generated(prompt, [], version, samples, [], sampling.max_new_tokens, str(error))
-        reason = self._unfit(ids, sampling)
+        reason = unfit(ids, sampling, self.max_model_len)
         if reason:
             return Generated(prompt, [], version, samples, [], sampling.max_new_tokens, reason)
-        sampling = dataclasses.replace(sampling, stop_ids=tuple(sorted(self.tokenizer.eos_ids)))
         completions = await self.engine.generate(ids, samples, sampling)
         return Generated(prompt, ids, version, samples, completions, sampling.max_new_tokens)
+
+    async def _play(
+        self, environment: Environment, prompt: Prompt, samples: int, sampling: Sampling, version: Version
+    ) -> Generated:
+        """As many episodes at once. Those of a group share their prompt, or it would be no group."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(environment.play(prompt, sampling)) for _ in range(samples)]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        episodes = [task.result() for task in tasks]
+        first = next((episode for episode in episodes if episode.failure is None), episodes[0])
+        for episode in episodes:
+            if episode.failure is None and episode.prompt_ids != first.prompt_ids:
+                episode.failure = "environment: reset gave samples of one prompt different beginnings"
+        return Generated(
+            prompt=first.prompt,
+            prompt_ids=first.prompt_ids,
+            version=version,
+            samples=samples,
+            completions=[episode.completion for episode in episodes],
+            max_new_tokens=sampling.max_new_tokens,
+            episodes=episodes,
+        )
 
     async def score(self, generated: Generated) -> RolloutGroup:
         """The finished group; never fails on account of a reward."""
@@ -73,8 +105,9 @@ class Sampler:
             rollouts = [_rejected(generated.version, generated.reason)] * generated.samples
         else:
             known = self._known(generated)
-            tasks = (self._rollout(completion, generated.version, known) for completion in generated.completions)
-            rollouts = list(await asyncio.gather(*tasks))
+            episodes: Sequence[Episode | None] = generated.episodes or [None] * len(generated.completions)
+            pairs = zip(generated.completions, episodes, strict=True)
+            rollouts = list(await asyncio.gather(*(self._rollout(*pair, generated.version, known) for pair in pairs)))
         return RolloutGroup(
             index=prompt.index,
             set=prompt.set,
@@ -84,16 +117,6 @@ class Sampler:
             rollouts=rollouts,
             created=self.clock.now(),
         )
-
-    def _unfit(self, ids: list[int], sampling: Sampling) -> str | None:
-        if not ids:
-            return "the prompt has no tokens"
-        if len(ids) + sampling.max_new_tokens > self.max_model_len:
-            return (
-                f"the prompt has {len(ids)} tokens; with max_new_tokens {sampling.max_new_tokens} "
-                f"they exceed max_model_len {self.max_model_len}"
-            )
-        return None
 
     def _known(self, generated: Generated) -> dict[str, object]:
         """What rewards are told of every completion of the group (see pipeline.rewards)."""
@@ -110,46 +133,43 @@ class Sampler:
             "entry": prompt.entry.encoded() if prompt.entry else None,
         }
 
-    async def _rollout(self, completion: Completion, version: Version, known: dict[str, object]) -> Rollout:
-        reason = defect(completion, self.vocabulary_size)
+    async def _rollout(
+        self, completion: Completion, episode: Episode | None, version: Version, known: dict[str, object]
+    ) -> Rollout:
+        reason = episode.failure if episode else defect(completion, self.vocabulary_size)
+        turns = episode.turns if episode else []
         if reason:
-            return _rejected(version, reason, completion)
-        score = await self.scorer.score(
-            {
-                **known,
-                "completion": completion.text,
-                "completion_ids": completion.ids,
-                "tokens": len(completion.ids),
-                "finish_reason": completion.finish_reason,
+            return _rejected(version, reason, completion, turns)
+        told = {
+            **known,
+            "completion": completion.text,
+            "completion_ids": completion.ids,
+            "tokens": len(completion.ids),
+            "finish_reason": completion.finish_reason,
+        }
+        if episode:
+            told |= {
+                "messages": episode.messages[:-1],
+                "tokens": episode.tokens,
+                "episode_reward": episode.reward,
             }
-        )
+        score = await self.scorer.score(told)
         return Rollout(
             completion_ids=completion.ids,
-            logprobs=[min(logprob, 0.0) for logprob in completion.logprobs],
+            logprobs=[0.0 if logprob > 0 else logprob for logprob in completion.logprobs],
             completion=completion.text,
             finish_reason=completion.finish_reason,
             reward=score.total,
             rewards=score.parts,
             invalid=score.invalid,
             spans=[(0, version)],
+            turns=turns,
         )
 
 
-def defect(completion: Completion, vocabulary_size: int) -> str | None:
-    """Why the trainer could do nothing with this completion; None if it can."""
-    if not completion.ids:
-        return "empty completion"
-    if len(completion.logprobs) != len(completion.ids):
-        return f"{len(completion.logprobs)} logprobs for {len(completion.ids)} tokens"
-    for token, logprob in zip(completion.ids, completion.logprobs, strict=True):
-        if not 0 <= token < vocabulary_size:
-            return f"token id {token} is outside the vocabulary of {vocabulary_size}"
-        if not math.isfinite(logprob) or logprob <= STAND_IN or logprob > ROUNDING:
-            return f"logprob {logprob:g}"
-    return None
-
-
-def _rejected(version: Version, reason: str, completion: Completion | None = None) -> Rollout:
+def _rejected(
+    version: Version, reason: str, completion: Completion | None = None, turns: Sequence[Turn] = ()
+) -> Rollout:
     """A sample without tokens to train on; its text is kept for people."""
     return Rollout(
         completion_ids=[],
@@ -160,4 +180,5 @@ def _rejected(version: Version, reason: str, completion: Completion | None = Non
         rewards={},
         invalid=reason,
         spans=[(0, version)],
+        turns=list(turns),
     )

@@ -22,6 +22,8 @@ import tokenizers
 
 ROLES_OF_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 PRIVATE_USE = range(0xE000, 0xF900)
+STAND_IN = "reply"
+"""Renders in place of what the policy said, whose ids are known and never made anew."""
 
 Message = dict[str, Any]
 
@@ -76,23 +78,64 @@ class Tokenizer:
             return self._encode_text(f"{system}\n\n{prompt}" if system else prompt)
         if self._template is None:
             raise ValueError("the model has no chat template: give prompts as text, or name a tokenizer that has one")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if system and (not messages or messages[0].get("role") != "system"):
-            messages = [{"role": "system", "content": system}, *messages]
+        messages = _with_system(as_messages(prompt), system)
         mark = _unused_character(json.dumps(messages, ensure_ascii=False))
         cut: list[str] = []
-        masked = [self._mask(message, mark, cut) for message in messages]
-        try:
-            text = self._template.render(
-                messages=masked, add_generation_prompt=True, tools=None, documents=None, **self._named
-            )
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses the messages: {error}") from None
+        text = self._render([self._mask(message, mark, cut) for message in messages])
         return self._encode_masked(text, mark, cut)
+
+    def encode_reply(
+        self, messages: Sequence[Message], reply: Sequence[Message], last: int, system: str | None = None
+    ) -> list[int]:
+        """What follows the ids of a conversation that ended with the policy's turn, once `reply` answers it.
+
+        `messages`: the conversation so far, the policy's turn at its end. `last`: the last id that was sampled; where
+        it ends a turn it is not repeated. The result closes that turn, holds `reply`, and opens the policy's next turn.
+        It is the difference of two renderings, so it does not depend on what a template looks like, nor on the words of
+        the policy. Raises ValueError for a template that renders the one as no beginning of the other.
+        """
+        everything = _with_system([*messages, *reply], system)
+        everything = [_stand_in(message) for message in everything]
+        mark = _unused_character(json.dumps(everything, ensure_ascii=False))
+        cut: list[str] = []
+        masked = [self._mask(message, mark, cut) for message in everything]
+        before, after = self._render(masked[: -len(reply) - 1]) + STAND_IN, self._render(masked)
+        kept = self._encode_masked(STAND_IN, mark, [])
+        ids = self._encode_masked(STAND_IN + after[len(before) :], mark, cut)
+        if not after.startswith(before) or ids[: len(kept)] != kept:
+            raise ValueError("the chat template renders earlier turns in another way once a message follows them")
+        repeated = ids[len(kept) : len(kept) + 1] == [last] and last in self.eos_ids
+        return ids[len(kept) + repeated :]
+
+    def check_turns(self, system: str | None = None) -> None:
+        """Raises ValueError where the chat template does not let token ids of earlier turns be kept."""
+        if self._template is None:
+            raise ValueError("environment: the model has no chat template; name a tokenizer that has one")
+        messages = as_messages("question")
+        for _ in range(2):
+            messages = [*messages, {"role": "assistant", "content": "answer"}]
+            reply = as_messages("observation")
+            try:
+                self.encode_reply(messages, reply, -1, system)
+            except ValueError as error:
+                raise ValueError(
+                    f"environment: {error}, so their token ids could not be kept; name a tokenizer whose template "
+                    "adds each message at the end"
+                ) from None
+            messages = [*messages, *reply]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens; for people and rewards only."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        assert self._template
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._named
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses the messages: {error}") from None
 
     def _encode_text(self, text: str) -> list[int]:
         """A prompt without a template: BOS where the tokenizer puts it, once; the text itself has no special token."""
@@ -120,6 +163,21 @@ class Tokenizer:
             tokenizer, piece = (self._plain, cut[int(part)]) if position % 2 else (self._tokenizer, part)
             ids += tokenizer.encode(piece, add_special_tokens=False).ids
         return ids
+
+
+def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
+    """A string is one user message."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def _with_system(messages: list[Message], system: str | None) -> list[Message]:
+    if system and (not messages or messages[0].get("role") != "system"):
+        return [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _stand_in(message: Message) -> Message:
+    return {**message, "content": STAND_IN} if message["role"] == "assistant" else message
 
 
 def _load(file: pathlib.Path) -> tokenizers.Tokenizer:

@@ -15,6 +15,7 @@ def batch_of(
     logprobs: Sequence[list[float]] | None = None,  # a list per completion; default: −1 each
     rewards: Sequence[float] | None = None,  # default: 0
     valid: Sequence[bool] | None = None,  # default: all
+    masks: Sequence[list[bool]] | None = None,  # a list per completion: which tokens were sampled; default: all
 ) -> Batch:
     samples = [(number, prompt, completion) for number, (prompt, group) in enumerate(groups) for completion in group]
     count = len(samples)
@@ -23,6 +24,7 @@ def batch_of(
         prompts=ragged([prompt for _, prompt, _ in samples], np.int32),
         completions=ragged([completion for _, _, completion in samples], np.int32),
         logprobs=ragged(given, np.float32),
+        mask=ragged(masks or [[True] * len(completion) for _, _, completion in samples], np.bool_),
         rewards=np.asarray(rewards if rewards is not None else [0.0] * count, np.float64),
         parts={},
         valid=np.asarray(valid if valid is not None else [True] * count, np.bool_),

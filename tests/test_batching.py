@@ -8,7 +8,7 @@ import pytest
 
 from pipeline import batching, experience
 from pipeline.batching import EMPTY, EXAMPLE, Unreadable
-from pipeline.experience import Damaged, Rollout, RolloutGroup
+from pipeline.experience import Damaged, Ragged, Rollout, RolloutGroup
 from pipeline.storage import MemoryBucket, Storage
 from pipeline.trainer_log import GroupRef, Plan
 from pipeline.versions import Version
@@ -249,3 +249,24 @@ def test_the_same_batch_always_packs_in_the_same_way(batch):
     for one, other in zip(packed(batch, 2, 150)[1], packed(batch, 2, 150)[1], strict=True):
         np.testing.assert_array_equal(one.input_ids, other.input_ids)
         np.testing.assert_array_equal(one.row, other.row)
+
+
+def test_observations_are_input_but_neither_scored_nor_counted():
+    masks = [[True, True, False, False, True], [True, False, True], [True, True]]
+    batch = batch_of([([3, 1], [[1, 2, 8, 9, 4], [5, 8, 6]]), ([2], [[7, 7]])], masks=masks)
+    assert batch.lengths.tolist() == [3, 2, 2]
+    assert batch.turns.tolist() == [2, 2, 1]
+    (part,) = packed(batch)[0]
+    assert part.input_ids.tolist() == [3, 1, 1, 2, 8, 9, 5, 8, 2, 7]
+    assert part.target.tolist() == [1, 2, 4, 5, 6, 7, 7]
+    assert part.input_ids[part.source].tolist() == [1, 1, 9, 1, 8, 2, 7]
+    assert part.row.tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert part.column.tolist() == [0, 1, 2, 0, 1, 0, 1]
+
+
+def test_a_micro_batch_counts_the_tokens_of_observations(batch):
+    masked = dataclasses.replace(batch, mask=Ragged(np.zeros_like(batch.mask.values), batch.mask.offsets))
+    for max_tokens in (80, 150):
+        parts = [part for share in packed(masked, 2, max_tokens) for part in share]
+        assert max(len(part.input_ids) for part in parts) <= max_tokens
+        assert sum(len(part.target) for part in parts if part is not EMPTY) == 0

@@ -15,7 +15,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.experience import SCHEMA, Damaged, Rollout, RolloutGroup, decode, encode, ragged, rows
+from pipeline.experience import (
+    SCHEMA,
+    Damaged,
+    Rollout,
+    RolloutGroup,
+    Turn,
+    decode,
+    encode,
+    ragged,
+    response_mask,
+    rows,
+)
 from pipeline.versions import Version
 
 V3, V4 = Version(1, 3), Version(1, 4)
@@ -251,3 +262,58 @@ def test_reading_columns_is_fast_enough_to_feed_a_trainer():
 def test_experience_is_free_of_torch():
     code = "import sys, pipeline.experience; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Several turns
+
+NAN = float("nan")
+
+
+def episode(**changes) -> Rollout:
+    """Two turns of the policy, of 2 tokens and 1, and an observation of 3 between them."""
+    return rollout(
+        **{
+            "completion_ids": [7, 2, 4, 4, 4, 9],
+            "logprobs": [-0.5, -0.25, NAN, NAN, NAN, -1.0],
+            "spans": [(0, V3)],
+            "turns": [Turn(0, False, "go"), Turn(2, True, "wall"), Turn(5, False, "!")],
+        }
+        | changes
+    )
+
+
+def test_turns_come_back_and_mask_what_was_not_sampled_whatever_else_is_in_the_shard():
+    back = decode(encode([group(4, rollout(), episode()), group(5, episode(invalid="x", reward=None), rollout())]))
+    mask = [True, True, False, False, False, True]
+    assert response_mask(back).tolist() == [True, True, *mask, *[True] * 6, True, True]
+    assert response_mask(back.slice(1, 1)).tolist() == mask
+    (first, second) = rows(back, 0, 2)[0].rollouts
+    assert (first.turns, second.turns) == ([], episode().turns)
+    assert (first.mask.tolist(), second.mask.tolist()) == ([True, True], mask)
+
+
+def test_a_shard_from_before_there_were_turns_reads_as_one_turn_each():
+    sink = io.BytesIO()
+    pq.write_table(table().drop_columns(["turns"]), sink)
+    back = decode(sink.getvalue())
+    assert rows(back, 0, 2) == [group()]
+    assert response_mask(back).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"logprobs": [-0.5, NAN, NAN, NAN, NAN, -1.0]}, "a logprob is not finite"),
+        ({"logprobs": [-0.5, -0.5, NAN, -0.1, NAN, -1.0]}, "an observation has a logprob"),
+        ({"turns": []}, "a logprob is not finite"),
+        ({"turns": [Turn(0, True, ""), Turn(5, False, "")]}, "an observation without a sampled turn before and after"),
+        ({"turns": [Turn(0, False, ""), Turn(2, True, "")]}, "an observation without a sampled turn before and after"),
+        ({"turns": [Turn(0, False, ""), Turn(2, True, ""), Turn(6, False, "")]}, "turns .* do not cover"),
+        ({"turns": [Turn(1, False, "")]}, "turns .* do not cover"),
+        ({"turns": [Turn(0, False, ""), Turn(2, True, ""), Turn(2, False, "")]}, "turns .* do not cover"),
+        ({"turns": [Turn(0, False, ""), Turn(None, True, ""), Turn(5, False, "")]}, "a turn holds nulls"),
+    ],
+)
+def test_turns_that_do_not_fit_their_tokens_are_damaged(changes, rule):
+    with pytest.raises(Damaged, match=f"row 0: {rule}"):
+        decode(encode([group(4, episode(**changes))]))

@@ -1,5 +1,6 @@
 import asyncio
 import collections
+import dataclasses
 import json
 import math
 import pathlib
@@ -22,7 +23,7 @@ from pipeline.config import (
     RunConfig,
     StoreConfig,
 )
-from pipeline.experience import Rollout, RolloutGroup
+from pipeline.experience import Rollout, RolloutGroup, Turn
 from pipeline.messages import evaluation_key, shard_key
 from pipeline.metrics import Recorder
 from pipeline.report import configuration as report_configuration
@@ -233,7 +234,20 @@ def test_the_runs_text_cannot_end_the_data_block_and_reads_back_unchanged(run_fo
     assert "<img" not in page
     assert page.count("</script>") == 2
     sample = data_of(page)["rollouts"]["trained"][0]["groups"][0]["samples"][0]
-    assert sample["response"] == f"{HOSTILE} (0)"
+    assert sample["turns"] == [[False, f"{HOSTILE} (0)"]]
+
+
+def test_what_an_environment_said_is_told_apart_and_counts_in_no_figure():
+    turns = [Turn(0, False, "left"), Turn(2, True, "a wall"), Turn(4, False, "right")]
+    (plain,) = group(0, Version(1, 0), [1.0]).rollouts
+    walked = dataclasses.replace(
+        plain, completion_ids=[5, 6, 7, 8, 9], logprobs=[-0.5, -1.5, math.nan, math.nan, -4.0], turns=turns
+    )
+    shown = rollouts.sample(walked, 100)
+    assert shown["turns"] == [[False, "left"], [True, "a wall"], [False, "right"]]
+    assert (shown["tokens"], shown["logprob"]) == (3, -2.0)
+    chosen = [(0, [(dataclasses.replace(group(0, Version(1, 0), []), rollouts=[walked]), [None])])]
+    assert rollouts.characters(chosen, 100) == len("What is 0 + 1?" + "left" + "a wall" + "right")
 
 
 @pytest.mark.parametrize("text", ["\ud800 lone", "\u2028", "\x00\x1b[31m", "-->", "&lt;", "\\u003c", "$title ${data}"])

@@ -233,12 +233,12 @@ async def test_a_function_cannot_fill_the_disk(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"function": "mine.py:g"}, "has no function g"),
+        ({"function": "mine.py:g"}, "has no function or class g"),
         ({"function": "gone.py:f"}, "there is no file"),
         ({"function": "no.such.module:f"}, "No module named 'no'"),
         ({"function": "mine.py"}, "neither module:function nor file.py:function"),
         ({"function": "broken.py:f"}, "SyntaxError"),
-        ({"library": "maths"}, "library 'maths' is none of generator, math-verify, length"),
+        ({"library": "maths"}, "library 'maths' is none of environment, generator, math-verify, length"),
         ({}, "give exactly one of"),
         ({"function": "mine.py:f", "endpoint": "http://x"}, "give exactly one of"),
         ({"model": "http://x", "parameters": {"form": "xml"}}, "use chat, text or ids"),

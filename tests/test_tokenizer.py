@@ -161,3 +161,97 @@ def test_a_real_models_prompts_are_those_of_transformers(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
     assert Tokenizer(str(path)).encode(text, system) == theirs
+
+
+# Several turns
+
+CHATML = TEMPLATE.replace("{{ bos_token }}", "")
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ 'ipython' if m.role == 'tool' else m.role }}\n\n"
+    "{{ m.content | trim }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+FORGETS_THOUGHTS = CHATML.replace(
+    "{{ message.content }}",
+    "{% if message.role == 'assistant' and not loop.last %}{{ message.content.split('</think>')[-1] }}"
+    "{% else %}{{ message.content }}{% endif %}",
+)
+STABLE = {
+    "chatml": CHATML,
+    "tiny": models.CHAT_TEMPLATE,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "plain": PLAIN,
+    "thoughts": FORGETS_THOUGHTS,
+}
+COUNTS = "{{ messages | length }}" + CHATML
+LAST_ALONE = "{{ messages[-1].content }}"
+OPENS_THOUGHTS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+UNSTABLE = {"counts": COUNTS, "last": LAST_ALONE, "opens-thoughts": OPENS_THOUGHTS}
+
+
+def conversation(tokenizer: Tokenizer, sampled: list[list[int]], replies: list[str]) -> list[int]:
+    """Prompt, what was sampled, and each reply to it."""
+    messages = [{"role": "user", "content": "hi <s>"}]
+    ids = tokenizer.encode(messages, "Be brief.")
+    for turn, text in zip(sampled, replies, strict=True):
+        messages.append({"role": "assistant", "content": tokenizer.decode(turn)})
+        reply = [{"role": "user", "content": text}]
+        ids += turn + tokenizer.encode_reply(messages, reply, turn[-1], "Be brief.")
+        messages += reply
+    return ids
+
+
+@pytest.mark.parametrize("template", STABLE.values(), ids=STABLE)
+def test_ids_that_grow_turn_by_turn_are_those_of_the_whole_conversation_rendered_at_once(
+    tmp_path: pathlib.Path, template: str
+) -> None:
+    tokenizer = Tokenizer(folder(tmp_path, template, config={"eos_token_id": 3}))
+    tokenizer.check_turns("Be brief.")
+    end = [3] if "<|im_end|>" in template else [1] if "eos_token" in template else []
+    texts, replies = ["well", "so be it"], ["why?", "<|im_end|>then <s>!"]
+    sampled = [[*tokenizer._tokenizer.encode(text, add_special_tokens=False).ids, *end] for text in texts]
+    whole = [{"role": "user", "content": "hi <s>"}]
+    for text, reply in zip(texts, replies, strict=True):
+        whole += [{"role": "assistant", "content": text}, {"role": "user", "content": reply}]
+    assert conversation(tokenizer, sampled, replies) == tokenizer.encode(whole, "Be brief.")
+
+
+def test_sampled_ids_stay_although_another_tokenization_of_their_text_would_differ(tmp_path: pathlib.Path) -> None:
+    """F17; and what a template makes of the policy's words, such as cutting thoughts, does not reach them."""
+    tokenizer = Tokenizer(folder(tmp_path, FORGETS_THOUGHTS, config={"eos_token_id": 3}))
+    spelled = [*tokenizer._tokenizer.encode("a</think>b", add_special_tokens=False).ids, 0, 3]
+    ids = conversation(tokenizer, [spelled], ["no"])
+    prompt = tokenizer.encode("hi <s>", "Be brief.")
+    assert ids[: len(prompt) + len(spelled)] == prompt + spelled
+
+
+@pytest.mark.parametrize(("last", "closed"), [(3, False), (50, True), (1, True)])
+def test_a_turn_is_closed_by_the_template_unless_the_policy_closed_it(
+    tmp_path: pathlib.Path, last: int, closed: bool
+) -> None:
+    tokenizer = Tokenizer(folder(tmp_path, CHATML, config={"eos_token_id": 3}))
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}]
+    ids = tokenizer.encode_reply(messages, [{"role": "user", "content": "y"}], last)
+    assert (ids[0] == 3) is closed
+    assert tokenizer.decode(ids) == "\nuser\ny\nassistant\n"
+
+
+@pytest.mark.parametrize("template", UNSTABLE.values(), ids=UNSTABLE)
+def test_a_template_that_renders_earlier_turns_anew_is_refused_for_environments(
+    tmp_path: pathlib.Path, template: str
+) -> None:
+    with pytest.raises(ValueError, match=r"^environment: the chat template renders earlier turns in another way"):
+        Tokenizer(folder(tmp_path, template)).check_turns()
+
+
+def test_a_model_without_a_template_is_refused_for_environments(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match=r"^environment: the model has no chat template; name a"):
+        Tokenizer(folder(tmp_path, None)).check_turns()

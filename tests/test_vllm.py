@@ -25,9 +25,12 @@ from pipeline.config import (
 )
 from pipeline.inference import VLLM, Completion, EngineLost, Sampling, Weights
 from pipeline.messages import CONTROL_KEY, ControlState, WriterEntry
+from pipeline.prompts import Prompt
 from pipeline.storage import open_storage
+from pipeline.tokenizer import Tokenizer
 from pipeline.versions import Version
 from tests import models, vllm_server
+from tests.environments import sampling_with, source
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -145,6 +148,29 @@ async def test_a_cancelled_request_leaves_the_server_idle(server: vllm_server.VL
         else:
             raise AssertionError(f"requests still run: {counts}")
     await engine.close()
+
+
+async def test_the_trainer_sees_an_episode_of_three_turns_as_the_server_sampled_it(
+    server: vllm_server.VLLMServer, base: pathlib.Path, folder: pathlib.Path
+) -> None:
+    """Observations included: the logprob of each sampled token is that of transformers, given all tokens before it."""
+    import torch
+
+    config = source(folder, "return f'{len(completion)} characters', 1.0, metadata['turn'] == 3")
+    engine, tokenizer = VLLM(server.url, SystemClock()), Tokenizer(str(base))
+    await engine.load(Weights(Version(1, 0), "base", str(base)))
+    sampling = Sampling(temperature=0.7, max_new_tokens=60)
+    async with sampling_with(config.model_copy(update={"max_tokens_per_turn": 16}), engine, tokenizer) as sampler:
+        group = await sampler.score(await sampler.generate(Prompt(0, "s", "hi", None), 4, sampling))
+    await engine.close()
+    for sample in group.rollouts:
+        assert (sample.invalid, sample.reward, len(sample.turns)) == (None, 3.0, 5)
+        ids, start = torch.tensor([group.prompt_ids + sample.completion_ids]), len(group.prompt_ids)
+        with torch.no_grad():
+            logits = policy(base)(ids).logits[0, start - 1 : -1].double() / 0.7  # type: ignore[operator]
+        expected = logits.log_softmax(-1).gather(1, ids[0, start:, None])[:, 0][torch.as_tensor(sample.mask)]
+        sampled = torch.tensor(sample.logprobs).double()[torch.as_tensor(sample.mask)]
+        assert float((sampled - expected).abs().mean()) < AGREEMENT
 
 
 def adapter(base: pathlib.Path, target: pathlib.Path) -> pathlib.Path:

@@ -23,6 +23,7 @@ from operators.spec.fields import (
     text,
 )
 from operators.spec.pods import Resources
+from pipeline.environments.registry import LIBRARY as ENVIRONMENTS
 from pipeline.rewards.registry import LIBRARY
 
 _GENERATOR = text(128, "reasoning-gym/[a-z][a-z0-9_]*", "write reasoning-gym/task, such as reasoning-gym/chain_sum")
@@ -30,6 +31,12 @@ _FUNCTION = text(
     256,
     r"([A-Za-z0-9_][-A-Za-z0-9_]*\.py|[A-Za-z_][A-Za-z0-9_.]*):[A-Za-z_][A-Za-z0-9_]*",
     "write file.py:function or module:function, without folders",
+)
+
+_CLASS = text(
+    256,
+    r"([A-Za-z0-9_][-A-Za-z0-9_]*\.py|[A-Za-z_][A-Za-z0-9_.]*):[A-Za-z_][A-Za-z0-9_]*",
+    "write file.py:Class or module:Class, without folders",
 )
 
 
@@ -120,23 +127,45 @@ class Data(Model):
     """Store prefix of an earlier run whose prompts and completions are used again."""
 
 
-class Environment(Model):
-    """A multi-turn environment that the policy acts in."""
-
-    name: Annotated[str, text(128)]
-    """Name of the environment."""
-    parameters: Parameters = {}
-    """Arguments of the environment. Any JSON values, at most 16 KiB."""
-    max_turns: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Turns after which an episode ends."""
-
-
 class ConfigMapSource(Model):
-    """Where the file of a reward function comes from."""
+    """Where a file of the user's comes from."""
 
     config_map: ObjectName
     """ConfigMap in the job's namespace with the file as one of its keys. `miles run` reads the file that lies beside
     the spec instead."""
+
+
+class Environment(Model):
+    """What answers the policy, turn by turn, until an episode is over: exactly one of class and library. An episode is
+    one sample; what the environment says is context, and not trained on."""
+
+    class_: Annotated[Annotated[str, _CLASS] | None, Field(alias="class")] = None
+    """A Python class, file.py:Class or module:Class, of which every episode has an object in a process of its own.
+    step(completion, …) returns (observation, reward, done): text or messages {role, content}, a number, and whether the
+    episode is over. reset(prompt, answer, …), which may be missing, may return messages that follow the prompt. Both
+    are called with those arguments that they name: step has completion, completion_ids, finish_reason, messages, turn;
+    reset has prompt, messages, answer, set, index and the columns of the prompt's row."""
+    from_: Annotated[ConfigMapSource | None, Field(alias="from")] = None
+    """Where file.py of `class` comes from; needed in a cluster."""
+    library: Annotated[str, OneOf(ENVIRONMENTS)] | None = None
+    """An environment that comes with Miles. reasoning-gym: several attempts at a generated task (parameters: {attempts:
+    3, discount: 1.0, feedback: text after a wrong answer})."""
+    parameters: Parameters = {}
+    """Arguments of the class. Any JSON values, at most 16 KiB."""
+    max_turns: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Turns of the policy after which an episode ends, truncated. All turns together sample at most
+    algorithm.sampling.maxNewTokens and, with what the environment says, fit rollout.maxModelLen."""
+    max_tokens_per_turn: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
+    """Tokens that the policy may sample in one turn. Default: what is left of maxNewTokens."""
+    timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
+    """Longest time that one reset or step may take; then the sample takes no part in training."""
+    episode_timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 600
+    """Longest time that an episode may take, sampling included; then the sample takes no part in training. New weights
+    are loaded between episodes, so a long one holds them up."""
+    concurrency: Annotated[int, Field(ge=1, le=4096)] = 128
+    """Episodes that one rollout worker plays at a time; each has a process in the worker's container."""
+    memory_mebibytes: Annotated[int, Field(ge=64, le=1_048_576)] = 2048
+    """Memory that the process of one episode may use, in MiB."""
 
 
 class RewardModel(Model):
@@ -158,8 +187,9 @@ class Reward(Model):
     function: Annotated[str, _FUNCTION] | None = None
     """A Python function, file.py:function or module:function, called in a process of its own with those of these
     arguments that it names, and its own `parameters`: prompt, completion, answer (texts), messages, tokens,
-    finish_reason, max_new_tokens, prompt_ids, completion_ids, set, index, and the columns of the prompt's row. Returns
-    a finite number."""
+    finish_reason, max_new_tokens, prompt_ids, completion_ids, set, index, and the columns of the prompt's row. Of
+    several turns completion is the last, messages are what came before, and episode_reward is what the environment
+    gave. Returns a finite number."""
     from_: Annotated[ConfigMapSource | None, Field(alias="from")] = None
     """Where file.py of `function` comes from; needed in a cluster."""
     endpoint: Url | None = None
@@ -167,8 +197,9 @@ class Reward(Model):
     model: RewardModel | None = None
     """A reward model that Miles serves."""
     library: Annotated[str, OneOf(LIBRARY)] | None = None
-    """A scorer that comes with Miles. generator: the task's own; math-verify: whether two answers are equal as
-    mathematics; length: a penalty for completions near the limit (parameters: {buffer: tokens})."""
+    """A scorer that comes with Miles. environment: the sum of the rewards of its steps; generator: the task's own;
+    math-verify: whether two answers are equal as mathematics; length: a penalty for completions near the limit
+    (parameters: {buffer: tokens})."""
     parameters: Parameters = {}
     """Arguments of the function or scorer. Any JSON values, at most 16 KiB."""
     weight: Annotated[SignedRate, Between(-1_000_000, 1_000_000)] = "1"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from operators.spec.fields import NULLS_EMPTY, AnnotationKey, LabelKey, LabelValue, Model, cluster_only, not_built, text
+from operators.spec.fields import NULLS_EMPTY, AnnotationKey, LabelKey, LabelValue, Model, cluster_only, text
 from operators.spec.inputs import Data, Environment, ModelSource, Output, Reward, Store
 from operators.spec.learning import Algorithm, Checkpoint, Evaluation
 from operators.spec.pods import Rollout, RunPolicy, Scheduling, Trainer
@@ -43,10 +43,11 @@ class RLJobSpec(Model):
     """The base model."""
     data: Data
     """The prompts."""
-    environment: Annotated[Environment | None, not_built("completions have one turn")] = None
-    """A multi-turn environment."""
+    environment: Environment | None = None
+    """What the policy acts in, over several turns. Default: a completion is the whole answer to its prompt."""
     rewards: Annotated[list[Reward], Field(max_length=16)] = []
-    """Terms of the score, summed by weight. Default: the generator's own scorer, if all data is generated."""
+    """Terms of the score, summed by weight. Default: what the environment gives; without one the generator's own
+    scorer, if all data is generated."""
     algorithm: Algorithm
     """What is optimised."""
     rollout: Rollout = Rollout()

@@ -46,7 +46,8 @@ class Sampling(Model):
     temperature: Annotated[Rate, Between(0, 10, above=True)] = "1"
     """Divides the logits, in the sampler and in the trainer alike; above 0."""
     max_new_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 512
-    """Tokens after which a completion is cut off. With the prompt it must fit rollout.maxModelLen."""
+    """Tokens after which a completion is cut off, those of all its turns together. With the prompt it must fit
+    rollout.maxModelLen."""
     stop: Annotated[list[Annotated[str, text(128)]], Field(max_length=16)] = []
     """Texts at which a completion ends, besides the model's own end-of-sequence tokens."""
 

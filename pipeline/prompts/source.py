@@ -46,12 +46,15 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The prompt as people read it: a message alone by its content, several by role and content."""
-        if isinstance(self.content, str):
-            return self.content
-        if len(self.content) == 1:
-            return str(self.content[0]["content"])
-        return "\n\n".join(f"{message['role']}: {message['content']}" for message in self.content)
+        """The prompt as people read it."""
+        return self.content if isinstance(self.content, str) else as_text(self.content)
+
+
+def as_text(messages: Sequence[Message]) -> str:
+    """A message alone by its content, several by role and content."""
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 class PromptSet(Protocol):

@@ -411,7 +411,7 @@ const ORDERS = {"as sampled": () => 0, "best first": (a, b) => value(b.reward) -
 
 function groupCard(group) {
   const wanted = browser.search.toLowerCase();
-  const samples = group.samples.filter(sample => !wanted || sample.response.toLowerCase().includes(wanted)).sort(ORDERS[browser.order]);
+  const samples = group.samples.filter(sample => !wanted || sample.turns.some(([, said]) => said.toLowerCase().includes(wanted))).sort(ORDERS[browser.order]);
   if (!samples.length) return null;
   const rewards = group.samples.map(sample => sample.reward).filter(reward => reward != null);
   const meta = [["prompt", `#${group.index}`], ["set", group.set], ["answer", group.answer], ["mean reward", format(group.mean)],
@@ -428,7 +428,8 @@ function sampleRow(sample, [low, high]) {
   const share = sample.reward == null || high === low ? 0 : (sample.reward - low) / (high - low);
   meter.firstChild.style.width = `${100 * share}%`;
   const kind = sample.advantage > 0 ? "up" : sample.advantage < 0 ? "down" : "";
-  const facts = [...sample.rewards.map(([name, reward]) => [name, format(reward)]), ["tokens", sample.tokens], ["ended by", sample.finish],
+  const facts = [...sample.rewards.map(([name, reward]) => [name, format(reward)]), ["turns", sample.turns.length > 1 ? sample.turns.filter(([observed]) => !observed).length : null],
+    ["tokens", sample.tokens], ["ended by", sample.finish],
     ["policy", sample.version], ["staleness", sample.staleness], ["mean log μ", format(sample.logprob)]];
   return element("div", {class: "sample"},
     element("div", {class: "score"},
@@ -436,7 +437,7 @@ function sampleRow(sample, [low, high]) {
       sample.advantage == null ? null : element("div", {}, "advantage ", element("b", {class: kind}, signed(sample.advantage)))),
     element("div", {},
       element("div", {class: "meta"}, sample.invalid ? element("span", {class: "badge"}, "not trained: " + sample.invalid) : null, ...labelled(facts)),
-      text(sample.response)));
+      ...sample.turns.map(([observed, said]) => observed ? observation(said) : text(said))));
 }
 
 function labelled(facts) {
@@ -445,6 +446,10 @@ function labelled(facts) {
 
 function text(content) {
   return element("pre", {class: "text" + (content ? "" : " empty")}, content || "(empty)");
+}
+
+function observation(content) {
+  return element("div", {class: "observation"}, element("div", {class: "meta"}, "environment"), text(content));
 }
 
 function fold(block) {

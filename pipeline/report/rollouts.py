@@ -107,15 +107,17 @@ def describe(chosen: tuple[RolloutGroup, list[float | None]], limit: int, step: 
 
 
 def sample(rollout: Rollout, limit: int) -> dict[str, Any]:
+    logprobs = [value for value, sampled in zip(rollout.logprobs, rollout.mask, strict=False) if sampled]
+    turns = [[turn.observation, shortened(turn.text, limit)] for turn in rollout.turns]
     return {
-        "response": shortened(rollout.completion, limit),
+        "turns": turns or [[False, shortened(rollout.completion, limit)]],
         "reward": rollout.reward,
         "rewards": sorted(rollout.rewards.items()),
         "invalid": rollout.invalid,
-        "tokens": len(rollout.completion_ids),
+        "tokens": int(rollout.mask.sum()),
         "finish": rollout.finish_reason,
         "version": policy([version for _, version in rollout.spans]),
-        "logprob": statistics.fmean(rollout.logprobs) if rollout.logprobs else None,
+        "logprob": statistics.fmean(logprobs) if logprobs else None,
     }
 
 
@@ -137,10 +139,9 @@ def shortened(text: str, limit: int) -> str:
 def characters(steps: list[tuple[int, Chosen]], limit: int) -> int:
     """Of all texts that would be shown."""
     groups = [group for _, chosen in steps for group, _ in chosen]
-    texts = [
-        text for group in groups for text in (group.prompt, *(each.completion for each in group.rollouts[:SAMPLES]))
-    ]
-    return sum(min(len(text), limit) for text in texts)
+    samples = [rollout for group in groups for rollout in group.rollouts[:SAMPLES]]
+    texts = [text for each in samples for text in ([turn.text for turn in each.turns] or [each.completion])]
+    return sum(min(len(text), limit) for text in [*(group.prompt for group in groups), *texts])
 
 
 def omissions(past: History, wanted: int, found: int, limit: int) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import aiohttp
 
-from pipeline.rewards.process import RewardError, encoded
+from pipeline.usercode.process import SampleError, encoded
 
 CONCURRENT_REQUESTS = 32
 JSON = {"Content-Type": "application/json"}
@@ -26,12 +26,12 @@ class Endpoint:
             await self._session.close()
 
     async def score(self, arguments: dict[str, Any]) -> float:
-        """The replied score; raises RewardError where there is none in time."""
+        """The replied score; raises SampleError where there is none in time."""
         metadata = {key: value for key, value in arguments.items() if key not in ("prompt", "completion", "answer")}
         body = {key: arguments[key] for key in ("prompt", "completion", "answer")}
         reply = await self.post(self._url, {**body, "metadata": metadata})
         if not isinstance(reply, dict) or not isinstance(reply.get("score"), int | float):
-            raise RewardError('the reply is not {"score": number}')
+            raise SampleError('the reply is not {"score": number}')
         return number(reply["score"])
 
     async def post(self, url: str, body: dict[str, Any]) -> Any:
@@ -41,17 +41,17 @@ class Endpoint:
                 async with self._session.post(url, data=encoded(body), headers=JSON) as response:
                     if response.status != 200:
                         text = " ".join((await response.text()).split())
-                        raise RewardError(f"{url} answered {response.status}: {text[:200]}")
+                        raise SampleError(f"{url} answered {response.status}: {text[:200]}")
                     return await response.json(content_type=None)
             except TimeoutError:
-                raise RewardError(f"no answer within {self._timeout.total:g} s") from None
+                raise SampleError(f"no answer within {self._timeout.total:g} s") from None
             except (aiohttp.ClientError, ValueError, RecursionError) as error:
-                raise RewardError(f"{url}: {error}") from None
+                raise SampleError(f"{url}: {error}") from None
 
 
 def number(value: Any) -> float:
-    """What a server replied as a float; raises RewardError where it is none."""
+    """What a server replied as a float; raises SampleError where it is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise RewardError(f"the reply is not a usable number: {error}"[:300]) from None
+        raise SampleError(f"the reply is not a usable number: {error}"[:300]) from None

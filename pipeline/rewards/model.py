@@ -3,7 +3,7 @@
 from typing import Any
 
 from pipeline.rewards.endpoint import Endpoint, number
-from pipeline.rewards.process import RewardError
+from pipeline.usercode.process import SampleError
 
 
 class RewardModel(Endpoint):
@@ -23,9 +23,9 @@ class RewardModel(Endpoint):
         try:
             data = reply["data"][0]["data"]
         except (LookupError, TypeError):
-            raise RewardError("the reply is not that of a pooling server") from None
+            raise SampleError("the reply is not that of a pooling server") from None
         if not isinstance(data, list) or len(data) != 1:
-            raise RewardError("the reward model must have exactly one label")
+            raise SampleError("the reward model must have exactly one label")
         return number(data[0])
 
     def _input(self, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 from pipeline.config import RewardConfig
 from pipeline.rewards.endpoint import Endpoint
+from pipeline.rewards.function import FunctionProcesses
 from pipeline.rewards.model import RewardModel
-from pipeline.rewards.process import FunctionProcesses, RewardError
 from pipeline.rewards.registry import LIBRARY
+from pipeline.usercode.process import SampleError
 
 MOST_PROCESSES = 8
 """Processes that run one reward's function; fewer where there are fewer processors."""
@@ -101,7 +102,7 @@ class Scorer:
         """The reward's value, or why there is none."""
         try:
             value = await reward.score({**arguments, **config.parameters})
-        except RewardError as error:
+        except SampleError as error:
             return str(error)
         except Exception as error:  # no descriptors or processes left, a row that JSON does not take, …
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -124,7 +125,7 @@ def make(config: RewardConfig) -> Reward:
     if config.library is not None and config.library not in LIBRARY:
         raise ValueError(f"reward {config.name}: library {config.library!r} is none of {', '.join(LIBRARY)}")
     setup = {
-        "function": LIBRARY[config.library] if config.library else config.function,
+        "code": LIBRARY[config.library] if config.library else config.function,
         "folder": config.folder,
         "memory_mib": max(config.memory_mib, LIBRARY_MEMORY_MIB) if config.library else config.memory_mib,
     }

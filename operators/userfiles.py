@@ -1,4 +1,5 @@
-"""Reward functions in files of the user's, looked at before anything is started: `miles run` knows their folder."""
+"""Reward functions and environments in files of the user's, looked at before anything is started: `miles run` knows
+their folder."""
 
 import ast
 import os
@@ -7,16 +8,19 @@ from operators.spec import RLJob
 
 
 def check(job: RLJob, folder: str) -> None:
-    """Raises ValueError, one line a fault, for a function that is not there. `folder`: that of the spec's file.
+    """Raises ValueError, one line a fault, for code that is not there. `folder`: that of the spec's file.
 
     Nothing is run: a name that only running the file would define is refused, too.
     """
+    named = {f"spec.rewards[{number}].function": reward.function for number, reward in enumerate(job.spec.rewards)}
+    if job.spec.environment is not None:
+        named["spec.environment.class"] = job.spec.environment.class_
     faults = []
-    for number, reward in enumerate(job.spec.rewards):
-        if reward.function is not None and ".py:" in reward.function:
-            file, _, name = reward.function.rpartition(":")
+    for field, code in named.items():
+        if code is not None and ".py:" in code:
+            file, _, name = code.rpartition(":")
             fault = _fault(os.path.join(folder, file), name)
-            faults += [f'spec.rewards[{number}].function: got "{reward.function}": {fault}'] if fault else []
+            faults += [f'{field}: got "{code}": {fault}'] if fault else []
     if faults:
         raise ValueError("\n".join(faults))
 
@@ -49,4 +53,4 @@ def _names(body: list[ast.stmt]) -> list[str]:
 
 
 def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:10]) or "no functions"
+    return ", ".join(sorted(names)[:10]) or "nothing"
