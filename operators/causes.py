@@ -21,6 +21,8 @@ GAVE_UP = "asked to stop"
 """How a trainer's last line begins when no checkpoint was written within the grace of a stop."""
 PULL = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
 CONFIG = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
+ECHO = re.compile(r"(closed|reset) by peer|connection closed|broken pipe|remote process exited", re.IGNORECASE)
+"""What a rank says when another one is gone: where there is another cause, this is none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,12 @@ class Exit:
     lines: list[str]
     finished: str
     """RFC 3339."""
+    removed: bool
+    """Its pod had been asked to go before."""
+
+    @property
+    def echoes(self) -> bool:
+        return any(ECHO.search(line) for line in self.lines)
 
 
 # Pods that do not run
@@ -98,7 +106,8 @@ def _exit(pod: Object, status: Object) -> Exit | None:
         if end is not None and end["exitCode"] != 0:
             lines = [line.strip() for line in end.get("message", "").splitlines() if line.strip()]
             reason, finished = end.get("reason", ""), end.get("finishedAt") or ""
-            return Exit(name(pod), status["name"], end["exitCode"], reason, lines, finished)
+            removed = _was_asked_to_go(pod, finished)
+            return Exit(name(pod), status["name"], end["exitCode"], reason, lines, finished, removed)
     return None
 
 
@@ -149,7 +158,7 @@ def end(job: Object, pods: Sequence[Object], now: datetime.datetime) -> End | No
         return _tampered(job)
     exits = sorted(
         (exit for pod in pods for status in containers(pod) if (exit := _exit(pod, status)) is not None),
-        key=lambda exit: exit.finished,
+        key=lambda exit: (exit.finished, not exit.removed),
     )
     return _by_code(exits, USER_ERROR) or _evicted(job, pods) or _by_code(exits, FENCED, STOPPED) or _failure(exits)
 
@@ -191,12 +200,17 @@ def _evicted(job: Object, pods: Sequence[Object]) -> End | None:
 
 
 def _failure(exits: Sequence[Exit]) -> End:
-    if not exits:
-        return _disruption("a pod was removed")
-    if exits[0].lines and exits[0].lines[-1].startswith(GAVE_UP):
-        return End("stopped", _crash(exits[0], "Preempted"))
-    away = next((exit for exit in exits if _store_is_away(exit)), None)
-    return End("failure", _crash(away, "StoreUnavailable") if away else _crash(exits[0], "TrainerFailed"))
+    """The first that ended by itself is to blame; its peers end because it is gone, or are removed with the Job."""
+    own = [exit for exit in exits if not exit.removed]
+    if not own:
+        return _disruption(f"pod {exits[0].pod} was removed" if exits else "a pod was removed")
+    first = min(own, key=lambda exit: (exit.echoes, exit.finished))
+    if first.echoes and exits[0].removed:
+        return _disruption(f"pod {exits[0].pod} was removed")
+    if first.lines and first.lines[-1].startswith(GAVE_UP):
+        return End("stopped", _crash(first, "Preempted"))
+    away = next((exit for exit in own if _store_is_away(exit)), None)
+    return End("failure", _crash(away, "StoreUnavailable") if away else _crash(first, "TrainerFailed"))
 
 
 def _tampered(job: Object) -> End | None:
@@ -241,6 +255,15 @@ def ended(pod: Object) -> bool:
 
 def is_ready(pod: Object) -> bool:
     return "deletionTimestamp" not in pod["metadata"] and is_true(condition(pod, "Ready"))
+
+
+def _was_asked_to_go(pod: Object, then: str) -> bool:
+    """Whether the pod was deleted before `then`; its deletionTimestamp is the end of its grace."""
+    metadata = pod["metadata"]
+    if "deletionTimestamp" not in metadata or not then:
+        return False
+    grace = datetime.timedelta(seconds=metadata.get("deletionGracePeriodSeconds", 0))
+    return moment(metadata["deletionTimestamp"]) - grace <= moment(then)
 
 
 def is_lost(pod: Object, now: datetime.datetime) -> bool:

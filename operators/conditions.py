@@ -86,6 +86,9 @@ REASONS: dict[str, Reason] = {
     "RolloutUnavailable": _warning(
         "workers are missing; while one is left, training goes on", "read the cause in the message; it mends itself"
     ),
+    "ScaledToZero": _warning(
+        "spec.rollout.replicas is 0; the limits of progress do not run", "raise it: kubectl miles scale"
+    ),
     # The trainer
     "TrainerFailed": _warning("the trainer ended with an error", f"{REAPPLY}, if it does not start again by itself"),
     "InvalidConfiguration": _warning("model, data, store or a setting is wrong; trying again cannot help", REAPPLY),

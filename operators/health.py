@@ -24,7 +24,13 @@ def counted(here: Situation, status: RLJobStatus) -> RLJobStatus:
     running = sum(causes.is_ready(pod) for pod in here.pods_of(here.current)) if here.current else 0
     return status.model_copy(
         update={
-            "rollout": RolloutStatus(desired=wanted, ready=ready, summary=f"{ready}/{wanted}", selector=pods),
+            "rollout": RolloutStatus(
+                desired=wanted,
+                ready=ready,
+                summary=f"{ready}/{wanted}",
+                selector=pods,
+                scaled_up_time=status.rollout.scaled_up_time,
+            ),
             "trainer": TrainerStatus(desired=0 if spec.suspend else spec.trainer.nodes, ready=running),
         }
     )
@@ -33,7 +39,7 @@ def counted(here: Situation, status: RLJobStatus) -> RLJobStatus:
 def facts(here: Situation, decision: Decision, status: RLJobStatus, conflicts: Sequence[Key]) -> Facts:
     """Of a job that is neither finished nor invalid."""
     trainer, rollout = _trainer(here, decision), _rollout(here, status)
-    gone = here.job.spec.suspend and here.current is None and here.remaining(here.observed.pods) is None
+    gone = here.job.spec.suspend and here.current is None and not here.has_pods
     suspended = Cause("Suspended", "no pod is left; set spec.suspend to false to go on")
     if conflicts:
         summary = Fact("False", "NameConflict", _conflict(conflicts))
@@ -98,7 +104,7 @@ def _rollout(here: Situation, status: RLJobStatus) -> Fact:
     if here.job.spec.suspend:
         return Fact("False", "Suspending", "workers are removed")
     if here.job.spec.rollout.replicas == 0:
-        return Fact("False", "RolloutUnavailable", "spec.rollout.replicas is 0: nothing is generated")
+        return Fact("False", "ScaledToZero", "spec.rollout.replicas is 0: nothing is generated")
     lacking = [found for found in _workloads(here) if found is None or not _complete(found)]
     if not lacking:
         return Fact("True", "PodsReady")

@@ -12,7 +12,7 @@ from operators import attempts, causes, children, conditions, drift, health, man
 from operators.attempts import Decision
 from operators.causes import is_true
 from operators.conditions import Fact, Facts, timestamp
-from operators.deadlines import has_stepped
+from operators.deadlines import awaiting, has_stepped
 from operators.observed import Deletion, Event, Object, Observed, Plan, concerns_us
 from operators.resolve import Platform
 from operators.situation import EDITION, Situation, deletion, key
@@ -77,7 +77,7 @@ def _working(here: Situation, decision: Decision, wanted: Sequence[Child], platf
     status = decision.status
     if status.start_time is None and (here.current is not None or any(child["kind"] == "Job" for child in apply)):
         status = status.model_copy(update={"start_time": timestamp(here.now)})
-    status = health.counted(here, training.updated(here, status, platform))
+    status = awaiting(here, health.counted(here, training.updated(here, status, platform)))
     status = _told(here, status, health.facts(here, decision, status, conflicts))
     resting = conditions.holds(status.conditions, "Suspended") and not apply and not decision.delete
     return Plan(
@@ -122,7 +122,7 @@ def _may_go(child: Object) -> bool:
 def _settled(here: Situation, decision: Decision, platform: Platform) -> Plan:
     status = health.counted(here, decision.status)
     if decision.ended is None:
-        status = training.updated(here, status, platform)
+        status = awaiting(here, training.updated(here, status, platform))
         told = health.facts(here, decision, status, ())
     else:
         assert decision.cause is not None

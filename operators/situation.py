@@ -75,6 +75,13 @@ class Situation:
         """A pod that may still run, on a node that is there."""
         return next((pod for pod in pods if not causes.ended(pod) and not causes.is_lost(pod, self.now)), None)
 
+    @property
+    def has_pods(self) -> bool:
+        """Whether any pod is left, but for those of a lost node, and workers that have ended: nobody removes these
+        soon, and they hold nothing."""
+        trainers = [pod for pod in self.component("trainer") if not causes.is_lost(pod, self.now)]
+        return bool(trainers) or self.remaining(self.observed.pods) is not None
+
     def is_suspending(self) -> bool:
         return self.job.spec.suspend or self.status.suspend_time is not None
 

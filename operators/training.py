@@ -13,6 +13,7 @@ from operators.spec.status import CheckpointStatus, Metric, RLJobStatus, Trainin
 
 REFRESH_S = 10
 MOST_METRICS = 16
+MOST_REWARDS = 16
 
 Report = Mapping[str, Any]
 
@@ -50,9 +51,19 @@ def _told(here: Situation, status: RLJobStatus, report: Report, platform: Platfo
         policy_version=f"t{version[0]}-s{version[1]}" if version else before.policy_version,
         last_progress_time=timestamp(here.now) if step > before.step else before.last_progress_time,
         eta_seconds=None if eta is None else max(0, int(eta)),
+        rewards=_rewards(before, step, total, report.get("reward_mean")),
     )
     status = status.model_copy(update={"training": training, "metrics": list(_metrics(report))})
     return _checkpointed(here, status, platform)
+
+
+def _rewards(before: TrainingStatus, step: int, total: int, mean: Any) -> list[str]:
+    """A new entry for each part of the run; within one the newest stands."""
+    if not isinstance(mean, int | float):
+        return before.rewards
+    within = before.rewards and step * MOST_REWARDS // total == before.step * MOST_REWARDS // total
+    kept = before.rewards[:-1] if within else before.rewards
+    return [*kept, f"{mean:.6g}"][-MOST_REWARDS:]
 
 
 def _checkpointed(here: Situation, status: RLJobStatus, platform: Platform) -> RLJobStatus:
@@ -74,6 +85,8 @@ def _metrics(report: Report) -> Iterator[Metric]:
         "tokens_per_s/generated": speed.get("generated"),
         "samples_per_s": report.get("samples_per_s"),
         "staleness/mean": report.get("staleness_mean"),
+        "staleness/max": report.get("staleness_max"),
+        "queue/groups": report.get("queue_groups"),
         "response_length/mean": report.get("response_length_mean"),
     }
     named |= {f"reward/{part}": value for part, value in (report.get("reward") or {}).items()}

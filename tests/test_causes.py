@@ -96,6 +96,39 @@ def test_the_pod_that_failed_first_is_to_blame():
     assert "pod p1" in causes.end(failed(), pods, NOW).cause.message
 
 
+CLOSED = "[rank 1] RuntimeError: [gloo] Connection closed by peer [10.0.0.4]:9"
+
+
+def removed(found: dict, seconds: int) -> dict:
+    """Somebody asked the pod to go at this second; it had 40 s."""
+    later = {"deletionTimestamp": f"2026-01-01T12:00:{40 + seconds}Z", "deletionGracePeriodSeconds": 40}
+    return found | {"metadata": found["metadata"] | later}
+
+
+def test_what_ranks_say_of_a_peer_that_is_gone_is_no_cause_where_there_is_another():
+    peer = crashed("2026-01-01T12:00:01Z", 1, CLOSED, "p0")
+    killed = crashed("2026-01-01T12:00:02Z", 137, "", "p1", reason="OOMKilled")
+    assert causes.end(failed(), [peer, killed], NOW).cause.reason == "OOMKilled"
+    assert CLOSED in causes.end(failed(), [peer], NOW).cause.message
+
+
+def test_a_pod_that_ends_because_its_job_has_failed_is_not_to_blame():
+    first = crashed("2026-01-01T12:00:05Z", 1, "broken", "p1")
+    peer = removed(crashed("2026-01-01T12:00:05Z", 143, "", "p0"), 5)
+    assert "pod p1, exit 1: broken" in causes.end(failed(), [peer, first], NOW).cause.message
+
+
+@pytest.mark.parametrize("peer", [None, crashed("2026-01-01T12:00:05Z", 1, CLOSED, "p0")], ids=["alone", "with a peer"])
+def test_a_pod_that_somebody_removed_has_not_failed(peer):
+    gone = removed(crashed("2026-01-01T12:00:05Z", 143, "", "p1"), 3)
+    found = causes.end(failed(), [gone, *filter(None, [peer])], NOW)
+    assert (found.kind, found.cause.message) == ("disruption", "pod p1 was removed")
+
+
+def test_a_pod_that_was_removed_after_it_had_failed_has_failed():
+    assert causes.end(failed(), [removed(crashed("2026-01-01T12:00:02Z"), 3)], NOW).kind == "failure"
+
+
 ENDS = {
     "refused before a crash of its peers": (["3", "1"], [], "refused"),
     "refused although another was evicted": (["3"], ["evicted"], "refused"),

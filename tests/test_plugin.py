@@ -47,7 +47,8 @@ RUNNING = job(
     {"Ready": ("True", "Training", ""), "RolloutReady": ("True", "Ready", "")},
     phase="Running",
     startTime=ago(hours=7),
-    training={"step": 412, "totalSteps": 1000, "policyVersion": "t2-s412", "etaSeconds": 36_000},
+    training={"step": 412, "totalSteps": 1000, "policyVersion": "t2-s412", "etaSeconds": 36_000}
+    | {"rewards": ["0.1", "0.3", "0.41"]},
     rollout={"desired": 4, "ready": 4},
     trainer={"desired": 2, "ready": 2},
     lastCheckpoint={"step": 400, "uri": "s3://…", "time": ago(minutes=6)},
@@ -58,6 +59,8 @@ RUNNING = job(
         {"name": "reward/mean", "value": "0.41"},
         {"name": "reward/correct", "value": "0.52"},
         {"name": "staleness/mean", "value": "0.8"},
+        {"name": "staleness/max", "value": "2"},
+        {"name": "queue/groups", "value": "96"},
         {"name": "tokens_per_s/generated", "value": "11200"},
         {"name": "response_length/mean", "value": "311.4"},
         {"name": "evaluation/aime/avg@16", "value": "0.21"},
@@ -93,10 +96,10 @@ READY = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]
 def test_a_running_job_on_one_screen():
     shown = status.screen(RUNNING, [pod("rollout", 0, **READY), pod("trainer", 0, **READY)], NOW)
     assert shown.splitlines() == [
-        "math-7b  Running for 7h 0m · step 412 of 1000 · ETA 10h 0m · policy t2-s412 · staleness mean 0.8",
-        "reward   0.410  (correct 0.520) · response 311 tokens · eval aime avg@16 0.210",
+        "math-7b  Running for 7h 0m · step 412 of 1000 · ETA 10h 0m · policy t2-s412 · staleness mean 0.8 max 2",
+        "reward   0.410 ▁▆█  (correct 0.520) · response 311 tokens · eval aime avg@16 0.210",
         "speed    11.2k tok/s generated",
-        "rollout  4/4 ready",
+        "rollout  4/4 ready · queue 96 groups",
         "trainer  2/2 ready · checkpoint s400, 6m 0s ago · restarts 0 of 3 (+1 disruption)",
         "last     attempt 1: disruption 5h 0m ago (node lost)",
         "store    s3://team-a/miles/team-a/math-7b/3f0c",

@@ -103,6 +103,19 @@ def test_numbers_of_the_report_become_metrics_and_a_checkpoint(story):
     assert story.status["lastCheckpoint"]["uri"].startswith("s3://team-a/miles/default/arithmetic/")
 
 
+def test_the_course_of_the_reward_has_one_entry_for_each_part_of_the_run(story):
+    for step in range(1, 201):
+        story.report = {"phase": "training", "step": step, "reward_mean": step / 200}
+        story.look(20)
+    rewards = [float(value) for value in story.status["training"]["rewards"]]
+    assert len(rewards) == 16
+    assert rewards == sorted(rewards)
+    assert rewards[-1] == 1.0
+    story.report = {"phase": "training", "step": 200}
+    story.look(20)
+    assert len(story.status["training"]["rewards"]) == 16
+
+
 def test_every_status_key_is_in_the_schema(story):
     RLJobStatus.model_validate(story.status)
 
@@ -473,6 +486,33 @@ def test_time_spent_suspended_counts_towards_no_deadline():
     assert story.status["suspendedSeconds"] == 1100
 
 
+@pytest.mark.parametrize("stepped", [True, False])
+def test_the_limits_of_progress_do_not_run_while_there_are_to_be_no_workers(stepped):
+    limits = {"startupDeadlineSeconds": 60, "progressDeadlineSeconds": 60}
+    story = training(runPolicy=limits) if stepped else Story(runPolicy=limits)
+    story.look()
+    story.edit(rollout={"replicas": 0})
+    story.run_workers(0)
+    for _ in range(3):
+        story.look(1000)
+    assert story.condition("Ready") == ("False", "ScaledToZero")
+    assert story.condition("RolloutReady") == ("False", "ScaledToZero")
+    assert story.look(1).status is None
+    story.edit(rollout={"replicas": 2})
+    story.look(1000)
+    story.look(55)
+    assert story.condition("Failed")[0] == "False"
+    story.look(10)
+    assert story.condition("Failed") == ("True", "NoProgress" if stepped else "StartupDeadlineExceeded")
+
+
+def test_the_limit_of_the_whole_job_runs_without_workers_too():
+    story = training(runPolicy={"activeDeadlineSeconds": 100})
+    story.edit(rollout={"replicas": 0})
+    story.look(101)
+    assert story.condition("Failed") == ("True", "DeadlineExceeded")
+
+
 # Suspension
 
 
@@ -514,6 +554,19 @@ def test_suspended_means_that_every_pod_is_gone(story):
     story.pods = [worker]
     story.look()
     assert story.condition("Suspended") == ("False", "Suspending")
+
+
+def test_suspended_waits_for_pods_of_the_trainer_that_have_ended(story):
+    story.edit(suspend=True)
+    story.look()
+    story.end_trainer(code=4, message="[rank 0] stopped on request")
+    story.look(5)
+    story.look()
+    assert story.condition("Suspended") == ("False", "Suspending")
+    evicted = pod(story.workers(), "worker", phase="Failed")
+    story.pods = [evicted]
+    story.look()
+    assert story.condition("Suspended") == ("True", "Suspended")
 
 
 def test_a_resumed_job_begins_a_new_attempt_that_is_not_counted(story):

@@ -1,9 +1,9 @@
 """One screen about one job: what it is doing, and if it is stuck, why and what to do. Pure.
 
-    math-7b  Running for 7h 12m · step 412 of 1000 · ETA 10h 2m · policy t2-s412
-    reward   0.412  (correct 0.520, brief -0.030) · response 311 tokens · eval aime avg@16 0.210
+    math-7b  Running for 7h 12m · step 412 of 1000 · ETA 10h 2m · policy t2-s412 · staleness mean 0.8 max 2
+    reward   0.412 ▁▂▃▄▆▇█  (correct 0.520, brief -0.030) · response 311 tokens · eval aime avg@16 0.210
     speed    11.2k tok/s generated · 13.0k tok/s trained
-    rollout  4/4 ready
+    rollout  4/4 ready · queue 96 groups
     trainer  2/2 ready · checkpoint s400, 6m 2s ago · restarts 0 of 3 (+1 disruption)
     store    s3://team-a/miles/team-a/math-7b/3f0c…
 
@@ -14,7 +14,7 @@ import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from operators.figures import count, duration, number
+from operators.figures import count, duration, number, sparkline
 from operators.plugin import pods as pod_words
 from operators.plugin import trouble
 from operators.plugin.trouble import holds, seconds_since
@@ -30,7 +30,7 @@ def screen(job: Object, pods: Sequence[Object] | None, now: datetime.datetime) -
     """pods: those of the job; None: the user may not see them."""
     found = trouble.of(job, now)
     rows = [("reward", reward(job)), ("speed", speed(job))]
-    rows += [("rollout", component(job, "rollout", pods)), ("trainer", trainer(job, pods, now))]
+    rows += [("rollout", rollout(job, pods)), ("trainer", trainer(job, pods, now))]
     rows += reward_models(pods or ())
     rows += [("last", last_start(job, now)), ("store", store_uri(job))]
     if pods is None:
@@ -58,9 +58,10 @@ def headline(job: Object, now: datetime.datetime, what: str | None = None) -> st
         parts.append(f"ETA {duration(training['etaSeconds'])}")
     if training.get("policyVersion"):
         parts.append(f"policy {training['policyVersion']}")
-    staleness = metrics(job).get("staleness/mean")
-    if staleness is not None:
-        parts.append(f"staleness mean {staleness:.1f}")
+    found = metrics(job)
+    if "staleness/mean" in found:
+        most = f" max {found['staleness/max']:.0f}" if "staleness/max" in found else ""
+        parts.append(f"staleness mean {found['staleness/mean']:.1f}{most}")
     return " · ".join(parts)
 
 
@@ -88,7 +89,8 @@ def reward(job: Object) -> str | None:
         return None
     parts = {name.split("/")[1]: value for name, value in found.items() if name.startswith("reward/")}
     terms = ", ".join(f"{name} {number(value)}" for name, value in parts.items() if name != "mean")
-    told = [number(mean) + (f"  ({terms})" if terms else "")]
+    course = sparkline([float(value) for value in job["status"].get("training", {}).get("rewards", [])])
+    told = [" ".join(filter(None, (number(mean), course))) + (f"  ({terms})" if terms else "")]
     if "response_length/mean" in found:
         told.append(f"response {found['response_length/mean']:.0f} tokens")
     return " · ".join([*told, *evaluations(found)])
@@ -119,6 +121,11 @@ def component(job: Object, part: str, pods: Sequence[Object] | None) -> str | No
         return None
     ready = f"{told.get('ready', 0)}/{told.get('desired', 0)} ready"
     return " · ".join([ready, *doings(pod_words.of(pods or (), part))])
+
+
+def rollout(job: Object, pods: Sequence[Object] | None) -> str | None:
+    found, queue = component(job, "rollout", pods), metrics(job).get("queue/groups")
+    return found and found + ("" if queue is None else f" · queue {queue:.0f} groups")
 
 
 def trainer(job: Object, pods: Sequence[Object] | None, now: datetime.datetime) -> str | None:

@@ -72,6 +72,8 @@ class TrainingStatus(Told):
     """When a step was last seen to finish."""
     eta_seconds: Annotated[int, Field(ge=0)] | None = None
     """Estimated seconds to the end."""
+    rewards: Annotated[list[Annotated[str, text(32)]], Field(max_length=16)] = []
+    """Mean reward over the run, oldest first: the last that was told in each sixteenth of totalSteps."""
 
 
 class RolloutStatus(Told):
@@ -85,6 +87,8 @@ class RolloutStatus(Told):
     """ready/desired, for display."""
     selector: Annotated[str, text(512, shortest=0)] = ""
     """Label selector of the pods, for autoscalers."""
+    scaled_up_time: Time | None = None
+    """When workers were asked for after a time without any; the limits of progress count from then at the earliest."""
 
 
 class TrainerStatus(Told):
