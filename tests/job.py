@@ -18,7 +18,6 @@ from pipeline import experience
 from pipeline.config import RunConfig, load
 from pipeline.storage import Storage, open_storage
 from pipeline.trainer_log import Plan, decode
-from tests.s3server import S3Server
 
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = ROOT / "manifests/samples/tiny.yaml"
