@@ -67,7 +67,7 @@ def verbs(role: dict, resource: str) -> set[str]:
 def test_the_operator_reads_no_secret_but_its_own_key_and_enters_no_pod():
     everywhere, own = named("rbac/operator.yaml", "ClusterRole"), named("rbac/operator-own.yaml", "Role")
     assert verbs(everywhere, "secrets") == {"create"}
-    assert verbs(everywhere, "pods") == {"list", "watch"}
+    assert verbs(everywhere, "pods") == {"list", "watch", "delete"}
     assert not any(
         "/exec" in resource or "/log" in resource for rule in everywhere["rules"] for resource in rule["resources"]
     )
