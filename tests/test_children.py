@@ -341,6 +341,21 @@ def test_a_reward_function_is_mounted_from_its_config_map_not_copied():
     assert {"name": "reward-brief", "configMap": {"name": "math-rewards"}} in volumes
 
 
+def test_an_environment_is_mounted_from_its_config_map_into_the_worker_alone():
+    played = job(environment={"class": "tools.py:Tools", "from": {"configMap": "tools"}, "maxTurns": 3})
+    settings = config(played).environment
+    assert settings is not None
+    assert (settings.code, settings.max_turns) == ("tools.py:Tools", 3)
+    mounts = {
+        name: [mount["mountPath"] for mount in container(played, "Deployment", "rollout", name)["volumeMounts"]]
+        for name in ("worker", "vllm")
+    }
+    assert settings.folder in mounts["worker"]
+    assert settings.folder not in mounts["vllm"]
+    volumes = only(played, "Deployment", "rollout")["spec"]["template"]["spec"]["volumes"]
+    assert {"name": "environment", "configMap": {"name": "tools"}} in volumes
+
+
 def test_a_reward_model_is_a_server_of_its_own_behind_a_service():
     large = job(EVERYTHING)
     service = only(large, "Service", "reward-helpful")
@@ -435,6 +450,7 @@ def test_on_one_machine_with_one_gpu_server_and_trainer_share_it():
         ({"store": {"uri": "file:///srv/miles"}}, 'spec.store.uri: got "file:///srv/miles": pods share no folder'),
         ({"model": {"uri": "file://./tiny"}}, 'spec.model.uri: got "file://./tiny": pods share no folder'),
         ({"rewards": [{"name": "own", "function": "rewards.py:score"}]}, r"spec.rewards\[0\].from: missing"),
+        ({"environment": {"class": "tools.py:Tools"}}, r"spec.environment.from: missing"),
     ],
 )
 def test_what_only_one_machine_can_serve_is_refused_for_a_cluster(spec, problem):
@@ -444,6 +460,11 @@ def test_what_only_one_machine_can_serve_is_refused_for_a_cluster(spec, problem)
 
 def test_generated_prompts_are_scored_by_their_generator_unless_rewards_are_given():
     assert [(reward.name, reward.library) for reward in config(job()).rewards] == [("generator", "generator")]
+
+
+def test_an_environment_gives_the_reward_unless_rewards_are_given():
+    played = config(job(environment={"library": "reasoning-gym"}))
+    assert [(reward.name, reward.library) for reward in played.rewards] == [("environment", "environment")]
 
 
 def test_defaults_that_depend_on_other_fields():

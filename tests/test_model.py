@@ -1,5 +1,6 @@
 """pipeline.model: packed log-probabilities and gradients against stock transformers, and files that others load."""
 
+import dataclasses
 import json
 import math
 
@@ -12,6 +13,7 @@ import transformers
 
 from pipeline import batching, model
 from pipeline.batching import EMPTY, EXAMPLE
+from pipeline.experience import Ragged
 from pipeline.model import logprobs as head
 from pipeline.model.logprobs import token_logprobs
 from tests import policies
@@ -71,6 +73,19 @@ def test_packing_with_shared_prompts_gives_each_samples_own_logprobs(folder, max
     expected = unpacked(stock(folder, torch.float64), temperature)
     actual = packed(build(folder, temperature=temperature).double(), max_tokens)
     torch.testing.assert_close(actual, expected, rtol=0, atol=PRECISION[folder.name])
+
+
+@pytest.mark.parametrize("max_tokens", [40, 4096])
+def test_what_an_environment_wrote_is_context_of_the_tokens_after_it_and_is_not_scored(folders, max_tokens):
+    mask = np.random.default_rng(1).random(len(BATCH.completions.values)) < 0.5
+    mask[BATCH.completions.offsets[:-1]] = mask[BATCH.completions.offsets[1:] - 1] = True
+    turns = dataclasses.replace(BATCH, mask=Ragged(mask, BATCH.mask.offsets))
+    (share,) = batching.pack(turns, turns.valid, 1, max_tokens)
+    policy = build(folders["llama"]).double()
+    places = np.concatenate([np.append(0, np.cumsum(turns.lengths))[part.row] + part.column for part in share])
+    actual = torch.cat([policy(part)[0] for part in share])[torch.as_tensor(np.argsort(places))]
+    expected = unpacked(stock(folders["llama"], torch.float64))[torch.as_tensor(mask)]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=PRECISION["llama"])
 
 
 @pytest.mark.parametrize("max_tokens", [40, 4096])

@@ -19,6 +19,10 @@ NAMES = {
     "data.sets.answer_field": "data.sets.fields.answer",
     "evaluation.sets.prompt_field": "evaluation.sets.fields.prompt",
     "evaluation.sets.answer_field": "evaluation.sets.fields.answer",
+    "environment.code": "environment.class",
+    "environment.timeout_s": "environment.timeoutSeconds",
+    "environment.episode_timeout_s": "environment.episodeTimeoutSeconds",
+    "environment.memory_mib": "environment.memoryMebibytes",
     "rewards.model": "rewards.model.uri",
     "rewards.timeout_s": "rewards.timeoutSeconds",
     "rewards.memory_mib": "rewards.memoryMebibytes",
@@ -34,7 +38,7 @@ NAMES = {
 }
 """Field of RunConfig → field of the RLJob (below spec), where that is not the same name in camelCase."""
 INTERNAL = {
-    *("run_id", "attempt", "model.path", "rewards.folder"),
+    *("run_id", "attempt", "model.path", "environment.folder", "rewards.folder"),
     *("data.sets.samples", "data.sets.temperature", "evaluation.sets.weight"),
     *("rollout.flush_s", "rollout.shard_groups", "rollout.poll_s", "rollout.heartbeat_s", "rollout.lease_timeout_s"),
     *("rollout.group_timeout_s", "rollout.max_failures"),
