@@ -71,16 +71,28 @@ lint: $(READY) ## ruff (lint and format), mypy, import contracts
 
 test: test-unit test-slow ## all tests: unit, then slow
 
+# Ctrl-C reaches pytest, also where it runs in the background.
+limited := env --default-signal=INT timeout --foreground --signal=INT --kill-after=60
+
 test-unit: $(READY) | $(MODELS) ## unit tests: about two minutes
 	@$(say) "unit tests: about 2 min; stopped after $(UNIT_LIMIT_S) s"
-	@timeout --signal=INT --kill-after=60 $(UNIT_LIMIT_S) $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not chaos and not e2e"
+	@$(limited) $(UNIT_LIMIT_S) $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not chaos and not e2e"
 
 control-plane: $(READY) ## etcd and Kubernetes for the tests, from Go modules; built once, ten minutes on two cores
 	@$(BIN)/python -m tests.controlplane --build
 
+# Tests of the cluster mostly wait: they run beside the others, which give way to them and not the other way round.
 test-slow: $(READY) control-plane | $(MODELS) ## tests with real vLLM, torchrun, an S3 server, Kubernetes and a browser
-	@$(say) "slow tests: real vLLM, torchrun, S3 server, Kubernetes and browser; stopped after $(SLOW_LIMIT_S) s"
-	@timeout --signal=INT --kill-after=60 $(SLOW_LIMIT_S) $(BIN)/pytest -m "slow and not chaos" --durations=15
+	@$(say) "slow tests: real vLLM, torchrun, S3 server and browser; stopped after $(SLOW_LIMIT_S) s"
+	@$(say) "beside them tests on Kubernetes, which are shown when the others are done"
+	@shown=$$(mktemp); others=0; cluster=0; \
+	$(limited) $(SLOW_LIMIT_S) $(BIN)/pytest -m "cluster and slow" --durations=10 >"$$shown" 2>&1 & pid=$$!; \
+	trap 'kill -INT $$pid 2>/dev/null || true; rm -f "$$shown"' EXIT; \
+	$(limited) $(SLOW_LIMIT_S) nice -n 5 $(BIN)/pytest -m "slow and not cluster and not chaos" --durations=15 || others=$$?; \
+	wait $$pid || cluster=$$?; \
+	$(say) "tests on Kubernetes: exit code $$cluster"; cat "$$shown"; \
+	$(say) "slow tests: exit code $$others · tests on Kubernetes: exit code $$cluster"; \
+	exit $$((others ? others : cluster))
 
 e2e: $(READY) | $(MODELS) ## the whole stack in real pods of a Kubernetes node on this machine: images, operator, job (root)
 	@$(say) "e2e: about seven minutes on two cores; images after a change 3 to 7 more, the first time half an hour"

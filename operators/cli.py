@@ -18,7 +18,7 @@ except KeyboardInterrupt:  # this takes a second, in which Ctrl-C may come
 
 INTERRUPTED = 130
 REFUSED = 2  # exit code for what the user must mend
-PIPELINE = ("report", "store")
+PIPELINE = ("report", "replay", "store")
 """Commands that need the data plane's packages: `python -m pipeline.<command>`."""
 USAGE = """usage: miles COMMAND …
 
@@ -27,6 +27,7 @@ USAGE = """usage: miles COMMAND …
   render FILE        the Kubernetes objects of a job, as YAML
   run FILE           run a job as processes on this machine
   report RUN         a page about a run
+  replay RUN --step N  trains a step again from the store, and compares
   store COMMAND URI  check an object store; ls, head, stats, export and gc of what a run has written
 
 `miles COMMAND --help` says more."""

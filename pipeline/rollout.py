@@ -32,7 +32,7 @@ from pipeline.inference import VLLM, EngineError, Weights
 from pipeline.messages import EvaluationRequest
 from pipeline.prompts import PromptSource
 from pipeline.rewards.scorer import Scorer
-from pipeline.sampling import Sampler
+from pipeline.sampling import TOLD, Sampler
 from pipeline.storage import Storage, StorageError, open_storage
 from pipeline.tokenizer import Tokenizer
 from pipeline.versions import Version
@@ -377,7 +377,8 @@ async def serve(config: RunConfig, url: str, instance: str) -> None:
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(scratch(config, instance))
         stack.push_async_callback(engine.close)
-        scorer = await stack.enter_async_context(Scorer(config.rewards))
+        offered = TOLD | prompts.columns | ({"episode_reward"} if config.environment else set())
+        scorer = await stack.enter_async_context(Scorer(config.rewards, offered))
         shape = config.data.system_prompt, config.rollout.max_model_len
         environment = None
         if config.environment is not None:

@@ -18,6 +18,14 @@ from pipeline.rewards.scorer import Scorer
 from pipeline.tokenizer import Tokenizer
 from pipeline.versions import Version
 
+TOLD = frozenset(
+    {
+        *("prompt", "messages", "answer", "set", "index", "prompt_ids", "max_new_tokens", "entry"),
+        *("completion", "completion_ids", "tokens", "finish_reason"),
+    }
+)
+"""Arguments of rewards, beside the columns of the prompt's row and, with an environment, `episode_reward`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Generated:

@@ -1,12 +1,13 @@
 import asyncio
 import collections
+import contextlib
 import dataclasses
+import io
 import json
 import math
 import pathlib
 import random
 import re
-import subprocess
 import sys
 
 import numpy as np
@@ -26,6 +27,7 @@ from pipeline.config import (
 from pipeline.experience import Rollout, RolloutGroup, Turn
 from pipeline.messages import evaluation_key, shard_key
 from pipeline.metrics import Recorder
+from pipeline.report import __main__ as command_line
 from pipeline.report import configuration as report_configuration
 from pipeline.report import curves, document, evaluations, history, rollouts, source, summary
 from pipeline.storage import Storage, open_storage
@@ -340,23 +342,21 @@ def test_the_configuration_of_each_list_item_stands_under_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("run", ["nowhere", "file:///nowhere/at/all", "ftp://host/run", "."])
-def test_what_is_no_run_is_refused_in_one_line(tmp_path, run):
-    command = [sys.executable, "-m", "pipeline.report", run, "-o", "page.html"]
-    environment = {"PYTHONPATH": str(pathlib.Path.cwd()), "PATH": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("miles report: ")
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "page.html").exists()
+def test_what_is_no_run_is_refused_in_one_line(tmp_path, run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refused(run).startswith("miles report: ")
+    assert not list(tmp_path.iterdir())
 
 
-def refused(folder: pathlib.Path) -> str:
-    """The one line that a report of `folder` ends with."""
-    command = [sys.executable, "-m", "pipeline.report", str(folder), "-o", str(folder / "page.html")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert not (folder / "page.html").exists()
-    (line,) = done.stderr.splitlines()
+def refused(run: pathlib.Path | str) -> str:
+    """The one line that a report of `run` ends with."""
+    said = io.StringIO()
+    page = pathlib.Path("page.html") if isinstance(run, str) else run / "page.html"
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr(sys, "argv", ["miles report", str(run), "-o", str(page)])
+        assert command_line.main() == 2
+    assert not page.exists()
+    (line,) = said.getvalue().splitlines()
     return line
 
 

@@ -160,8 +160,19 @@ async def test_an_argument_that_nothing_offers_is_named_with_what_is(tmp_path: p
     config = RewardConfig(name="a", function="wants.py:f", folder=str(tmp_path))
     scored = await score(config)
     assert scored.invalid is not None
-    assert scored.invalid.startswith("reward a: TypeError: there is no solution; name one of answer, completion,")
+    assert scored.invalid.startswith("reward a: there is no argument solution; name one of answer, completion,")
     assert (await score(config, solution="abc")).total == 3.0
+
+
+async def test_an_argument_that_no_sample_can_have_is_refused_before_any_is_scored(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "wants.py").write_text("def f(completion, solution, scale):\n    return 1.0\n")
+    config = RewardConfig(name="a", function="wants.py:f", folder=str(tmp_path), parameters={"scale": 2})
+    refusal = "^reward a: wants.py:f: there is no argument solution; name one of answer, completion, scale, or give"
+    with pytest.raises(ValueError, match=refusal):
+        async with Scorer([config], {"completion", "answer"}):
+            pass
+    async with Scorer([config], {"completion", "answer", "solution"}) as scorer:
+        assert (await scorer.score({"completion": "x", "solution": "y"})).total == 1.0
 
 
 async def test_a_failed_reward_counts_as_zero_where_that_is_asked_for(tmp_path: pathlib.Path) -> None:

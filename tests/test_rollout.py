@@ -32,7 +32,7 @@ from pipeline.inference import Completion, EngineLost, FakeEngine, Weights
 from pipeline.messages import CONTROL_KEY, ControlState, EvaluationRequest, Heartbeat, WriterEntry, evaluation_key
 from pipeline.prompts import PromptSource
 from pipeline.rewards.scorer import Score
-from pipeline.sampling import Sampler
+from pipeline.sampling import TOLD, Sampler
 from pipeline.storage import MemoryStorage, StorageError
 from pipeline.tokenizer import Tokenizer
 from pipeline.versions import Version
@@ -228,6 +228,7 @@ def test_leased_prompts_come_back_as_whole_groups_with_the_very_ids_that_were_sa
                 assert sample.spans == [(0, Version(1, 0))]
         levels = {source.at(index).row["level"] for index in (3, 8)}
         assert {asked["level"] for asked in stage.scorer.asked} == levels
+        assert {frozenset(asked) for asked in stage.scorer.asked} == {TOLD | source.columns} == {TOLD | {"level"}}
 
     play(test)
 
@@ -739,6 +740,10 @@ def test_status_tells_what_the_worker_does_and_what_it_waits_for(play: Any) -> N
             {"MILES_CONFIG": "run.json", "VLLM_URL": "http://127.0.0.1:9", "MILES_INSTANCE": "r"},
             "no row has the field 'question'",
         ),
+        (
+            {"MILES_CONFIG": "wants.json", "VLLM_URL": "http://127.0.0.1:9", "MILES_INSTANCE": "r"},
+            "reward a: wants.py:f: there is no argument colour; name one of answer, completion, completion_ids, ",
+        ),
     ],
 )
 def test_a_users_error_is_one_line_and_exit_code_3(
@@ -754,6 +759,12 @@ def test_a_users_error_is_one_line_and_exit_code_3(
     config = config.model_copy(update={"data": DataConfig(sets=[rows]), "store": store})
     (tmp_path / "run.json").write_text(config.model_dump_json())
     (tmp_path / "broken.json").write_text("{}")
+    (tmp_path / "wants.py").write_text("def f(completion, level, colour): ...")
+    wants = {
+        "data": DataConfig(sets=[rows.model_copy(update={"prompt_field": "prompt"})]),
+        "rewards": [RewardConfig(name="a", function="wants.py:f", folder=str(tmp_path))],
+    }
+    (tmp_path / "wants.json").write_text(config.model_copy(update=wants).model_dump_json())
     monkeypatch.chdir(tmp_path)
     for name in ("MILES_CONFIG", "MILES_INSTANCE", "VLLM_URL"):
         monkeypatch.delenv(name, raising=False)

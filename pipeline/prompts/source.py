@@ -61,6 +61,8 @@ class PromptSet(Protocol):
     name: str
     size: int | None
     """Distinct prompts; None: endless."""
+    columns: frozenset[str]
+    """What `row` of a prompt may hold."""
 
     def item(self, number: int, index: int) -> Prompt:
         """Prompt `number` (0 <= number < size), carrying `index`; pure."""
@@ -82,6 +84,11 @@ class PromptSource:
         self.shares = _shares(data.sets)
         self._bounds = list(itertools.accumulate(self.shares))
         self._cycle = functools.lru_cache(maxsize=4)(self._draw_cycle)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """What `row` of some prompt may hold."""
+        return frozenset().union(*(each.columns for each in self.sets))
 
     def at(self, n: int) -> Prompt:
         cycle, slot = divmod(n, self._bounds[-1])
@@ -156,6 +163,7 @@ class GeneratedSet:
         self.generator = Generator(config.name, config.generator or "", config.parameters, seed, held_out)
         sizes = [size for size in (config.limit, self.generator.size) if size is not None]
         self.size = min(sizes, default=None)
+        self.columns = frozenset({"item"})
 
     def item(self, number: int, index: int) -> Prompt:
         entry = self.generator.entry(number)
@@ -168,6 +176,7 @@ class FileSet:
     def __init__(self, config: PromptSetConfig, count: int, row: Callable[[int], dict[str, Any]]) -> None:
         self.name, self._config, self._row = config.name, config, row
         self.left_out: collections.Counter[str] = collections.Counter()
+        self.columns: frozenset[str] = frozenset()
         self._kept = self._select(count)
         self.size: int | None = len(self._kept)
 
@@ -192,6 +201,7 @@ class FileSet:
                 reason = "nested too deeply"
             if reason is None:
                 kept.append(number)
+                self.columns |= row.keys() - {field, self._config.answer_field}
             else:
                 self.left_out[reason] += 1
                 first = first or f"row {number + 1}: {reason}"

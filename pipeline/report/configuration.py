@@ -19,13 +19,8 @@ NAMES = {
     "data.sets.answer_field": "data.sets.fields.answer",
     "evaluation.sets.prompt_field": "evaluation.sets.fields.prompt",
     "evaluation.sets.answer_field": "evaluation.sets.fields.answer",
-    "environment.code": "environment.class",
-    "environment.timeout_s": "environment.timeoutSeconds",
-    "environment.episode_timeout_s": "environment.episodeTimeoutSeconds",
-    "environment.memory_mib": "environment.memoryMebibytes",
     "rewards.model": "rewards.model.uri",
-    "rewards.timeout_s": "rewards.timeoutSeconds",
-    "rewards.memory_mib": "rewards.memoryMebibytes",
+    "environment.code": "environment.class",
     "algorithm.lr_schedule": "algorithm.schedule",
     "algorithm.clip_low": "algorithm.clip.low",
     "algorithm.clip_high": "algorithm.clip.high",
@@ -34,11 +29,12 @@ NAMES = {
     "algorithm.kl_placement": "algorithm.kl.placement",
     "algorithm.correction": "algorithm.correction.type",
     "algorithm.correction_cap": "algorithm.correction.cap",
-    "trainer.stop_grace_s": "trainer.stopGraceSeconds",
 }
 """Field of RunConfig → field of the RLJob (below spec), where that is not the same name in camelCase."""
+UNITS = {"_s": "_seconds", "_mib": "_mebibytes"}
+"""Suffix of a name in RunConfig → in full, as the RLJob has it."""
 INTERNAL = {
-    *("run_id", "attempt", "model.path", "environment.folder", "rewards.folder"),
+    *("run_id", "attempt", "model.path", "rewards.folder", "environment.folder"),
     *("data.sets.samples", "data.sets.temperature", "evaluation.sets.weight"),
     *("rollout.flush_s", "rollout.shard_groups", "rollout.poll_s", "rollout.heartbeat_s", "rollout.lease_timeout_s"),
     *("rollout.group_timeout_s", "rollout.max_failures"),
@@ -89,7 +85,14 @@ def _fields(model: pydantic.BaseModel, prefix: str, item: str) -> Iterator[tuple
                 yield from _fields(each, f"{path}.", str(getattr(each, "name", "")))
         else:
             differs = field.is_required() or value != field.get_default(call_default_factory=True)
-            yield NAMES.get(path) or ".".join(map(to_camel, path.split("."))), item, value, differs
+            yield NAMES.get(path) or _camel(path), item, value, differs
+
+
+def _camel(path: str) -> str:
+    for short, full in UNITS.items():
+        if path.endswith(short):
+            path = path.removesuffix(short) + full
+    return ".".join(map(to_camel, path.split(".")))
 
 
 def _flat(config: RunConfig) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """`python -m pipeline.rewards.child`: runs one reward function for the worker, one sample at a time.
 
-After the set-up (see usercode.child) each message holds the keyword arguments of one call, each reply
+The set-up (see usercode.child) may name the arguments that are `offered`: a function that needs others is refused at
+once. After it each message holds the keyword arguments of one call, each reply
 {"score": number} or {"error": why}.
 """
 
@@ -12,13 +13,20 @@ from pipeline.usercode.child import Code, Message
 
 def main() -> None:
     channel = child.private_channel()
-    loaded = child.set_up(channel, lambda function, _: child.parameters(function))
+    loaded = child.set_up(channel, check)
     if loaded is None:
         return
     _, function = loaded
     parameters = child.parameters(function)
     while (message := channel.receive()) is not None:
         channel.reply(call(function, parameters, message))
+
+
+def check(function: Code, setup: Message) -> None:
+    """Raises Refused for a function that could not be called on any sample."""
+    wanted = child.parameters(function)
+    if setup.get("offered") is not None:
+        child.taken(wanted, dict.fromkeys(setup["offered"]))
 
 
 def call(function: Code, parameters: list[inspect.Parameter], offered: Message) -> Message:

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from pipeline.config import RewardConfig
@@ -51,14 +51,17 @@ class Reward(Protocol):
 
 
 class Scorer:
-    """An asynchronous context manager. Raises ValueError for rewards that cannot be started."""
+    """An asynchronous context manager. Raises ValueError for rewards that cannot be started.
 
-    def __init__(self, configs: Sequence[RewardConfig]) -> None:
+    `offered`: names of all arguments that a sample may come with; None: unknown, so that functions are not checked.
+    """
+
+    def __init__(self, configs: Sequence[RewardConfig], offered: Collection[str] | None = None) -> None:
         self.configs = list(configs) or [DEFAULT]
         names = [config.name for config in self.configs]
         if len(set(names)) < len(names):
             raise ValueError(f"rewards: names must be distinct; they are {names}")
-        self._rewards = [make(config) for config in self.configs]
+        self._rewards = [make(config, offered) for config in self.configs]
         self.failures: collections.Counter[str] = collections.Counter()
         """Samples that a reward failed on, by its name."""
 
@@ -111,7 +114,7 @@ class Scorer:
         return value if math.isfinite(value) else f"returned {value}"
 
 
-def make(config: RewardConfig) -> Reward:
+def make(config: RewardConfig, offered: Collection[str] | None = None) -> Reward:
     """The reward that `config` describes. Raises ValueError, naming it, where it describes none."""
     kinds = [kind for kind in ("function", "endpoint", "library", "model") if getattr(config, kind) is not None]
     if len(kinds) != 1:
@@ -128,5 +131,6 @@ def make(config: RewardConfig) -> Reward:
         "code": LIBRARY[config.library] if config.library else config.function,
         "folder": config.folder,
         "memory_mib": max(config.memory_mib, LIBRARY_MEMORY_MIB) if config.library else config.memory_mib,
+        "offered": None if offered is None else sorted({*offered, *config.parameters}),
     }
     return FunctionProcesses(config.name, setup, config.timeout_s, min(MOST_PROCESSES, os.cpu_count() or 1))

@@ -29,7 +29,7 @@ Code = Callable[..., Any]
 
 
 class Refused(Exception):
-    """The code did what it must not; the message is told as it is."""
+    """The code is not as it must be, or did what it must not; the message is told as it is."""
 
 
 class Channel:
@@ -127,15 +127,14 @@ def parameters(code: Code) -> list[inspect.Parameter]:
 
 
 def taken(wanted: list[inspect.Parameter], offered: dict[str, Any]) -> dict[str, Any]:
-    """Those of the `offered` arguments that the parameters take. Raises TypeError, naming the argument, where one
+    """Those of the `offered` arguments that the parameters take. Raises Refused, naming the argument, where one
     that is required is not offered."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = {parameter.name: parameter for parameter in wanted if parameter.kind not in variable}
     missing = [name for name, one in named.items() if one.default is one.empty and name not in offered]
     if missing:
-        raise TypeError(
-            f"there is no {', '.join(missing)}; name one of {', '.join(sorted(offered))}, or give it a default value"
-        )
+        there = ", ".join(sorted(offered))
+        raise Refused(f"there is no argument {', '.join(missing)}; name one of {there}, or give it a default value")
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in wanted):
         return offered
     return {name: value for name, value in offered.items() if name in named}
