@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -90,6 +91,15 @@ def reduce(values: Mapping[str, float | Tensor], operation: Any = dist.ReduceOp.
     if world_size() > 1:
         dist.all_reduce(flat, operation)
     return dict(zip(names, flat.tolist(), strict=True))
+
+
+def total(values: np.ndarray) -> np.ndarray:
+    """Sum of an array over the ranks, in float64. Every rank brings the same shape."""
+    if world_size() == 1:
+        return values
+    summed = torch.from_numpy(np.array(values, np.float64))
+    dist.all_reduce(summed)
+    return summed.numpy()
 
 
 @dataclasses.dataclass(frozen=True)

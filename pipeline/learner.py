@@ -2,7 +2,8 @@
 
 A step's batch may be split into several updates. Each packs this rank's share into micro-batches, runs forward and
 backward over them, clips the global gradient and lets AdamW step. π_old is the policy before the step: with one update
-that is the forward pass itself, detached; with several it is computed beforehand.
+that is the forward pass itself, detached; with several it is computed beforehand. What differs between algorithms is
+told by pipeline/algorithms/README.md.
 """
 
 import importlib
@@ -21,8 +22,9 @@ from pipeline import batching, distributed, metrics, model
 from pipeline.algorithms import aggregation, kl, losses
 from pipeline.algorithms.losses import LossSums, Tokens
 from pipeline.algorithms.registry import ALGORITHMS
+from pipeline.algorithms.samples import Samples
 from pipeline.batching import Batch, MicroBatch
-from pipeline.config import RunConfig
+from pipeline.config import AlgorithmConfig, RunConfig
 from pipeline.metrics import Row
 from pipeline.schedule import learning_rate
 
@@ -44,6 +46,7 @@ class Learner:
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         """Builds and shards the model; raises ValueError for one that cannot be trained."""
         self.config, self.device = config, device
+        self.kl_coefficient = config.algorithm.kl_coefficient  # moves with kl_target
         self.algorithm = importlib.import_module(ALGORITHMS[config.algorithm.type].module)
         self.policy = model.build(config, device)
         self.sharding = distributed.shard(self.policy, self.policy.layers, device, self.policy.dtype)
@@ -73,15 +76,17 @@ class Learner:
         A step whose gradient is not finite changes nothing and has actor/skipped 1.
         """
         started = time.perf_counter()
-        config = self.config.algorithm
+        config = self.config.algorithm.model_copy(update={"kl_coefficient": self.kl_coefficient})
         row = of_batch(batch, step)
         included = batching.updates(batch, config.updates_per_step)
+        if config.parameters.get("mask_truncated"):
+            included = [samples & ~batch.truncated for samples in included]
         matters = self._matters(batch)
         shares = [self._share(batch, samples & matters) for samples in included]
         scored = [[self._score(part, stop) for part in share] for share in shares]
-        rewards = self._rewards(batch, shares, scored)
-        advantages = self.algorithm.advantages(rewards, batch.valid, batch.groups)  # [N]
-        row |= metrics.of_advantages(advantages[batch.valid])
+        samples_of_step = _samples(batch, self._penalties(batch, shares, scored))
+        advantages = self.algorithm.advantages(samples_of_step, config)  # [T]
+        row |= metrics.of_advantages(advantages[samples_of_step.mask])
 
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
@@ -94,10 +99,11 @@ class Learner:
                 if not norms and stop():
                     self.optimizer.zero_grad()
                     raise Interrupted
-                tokens = self._tokens(part, advantages, weights, score)
-                total.add(self._backward(part, tokens, last=number == len(share) - 1))
+                tokens = self._tokens(part, advantages[batch.places(part)], weights, score)
+                total.add(self._backward(part, tokens, config, last=number == len(share) - 1))
             norms.append(self._apply_gradient())
         row |= total.summary(len(included))
+        row |= self._adapt_kl(row, int(batch.valid.sum()))
         row["actor/lr"] = learning_rate(config, step)
         row["actor/grad_norm"] = norms[0] if len(norms) == 1 else float(np.mean(norms))
         row["actor/skipped"] = float(not all(map(math.isfinite, norms)))
@@ -106,11 +112,14 @@ class Learner:
         return row
 
     def _matters(self, batch: Batch) -> np.ndarray:
-        """[N] bool: the samples that the gradient depends on. Without a KL term those of advantage 0, as of a group
-        whose rewards are all the same, count in the loss's denominator only and need no pass."""
-        if self.reference is not None:
+        """[N] bool: the samples that the gradient depends on. Without a KL term or an entropy bonus those of advantage
+        0, as of a group whose rewards are all the same, count in the loss's denominator only and need no pass."""
+        config = self.config.algorithm
+        if self.reference is not None or config.entropy_coefficient:
             return batch.valid
-        return self.algorithm.advantages(batch.rewards, batch.valid, batch.groups) != 0
+        matters = np.zeros(len(batch.valid), np.bool_)
+        matters[batch.owners[self.algorithm.advantages(_samples(batch), config) != 0]] = True
+        return matters
 
     def _share(self, batch: Batch, samples: np.ndarray) -> list[MicroBatch]:
         limit = self.config.trainer.max_tokens_per_micro_batch
@@ -119,32 +128,45 @@ class Learner:
     def _score(self, part: MicroBatch, stop: Callable[[], bool]) -> Scores:
         """`old` where updates follow one another, or where the KL penalty is part of the reward."""
         config = self.config.algorithm
-        if self.reference is None and config.updates_per_step == 1:
+        several = config.updates_per_step > 1 and not config.correction.bypass
+        if self.reference is None and not several:
             return Scores(None, None)
         if stop():
             raise Interrupted
-        beforehand = config.updates_per_step > 1 or (self.reference and config.kl_placement == "reward")
+        beforehand = several or (self.reference and config.kl_placement == "reward")
         return Scores(self.policy.score(part) if beforehand else None, self.reference(part) if self.reference else None)
 
-    def _rewards(self, batch: Batch, shares: list[list[MicroBatch]], scored: list[list[Scores]]) -> np.ndarray:
-        """[N] float64, less the KL penalty where that is part of the reward."""
+    def _penalties(self, batch: Batch, shares: list[list[MicroBatch]], scored: list[list[Scores]]) -> np.ndarray | None:
+        """[T] kl_coefficient × KL of each token, where that is taken from the reward. Collective."""
         config = self.config.algorithm
         if self.reference is None or config.kl_placement == "loss":
-            return batch.rewards
-        own = np.zeros(len(batch.rewards))
+            return None
+        own = np.zeros(len(batch.owners))
         for share, scores in zip(shares, scored, strict=True):
             for part, score in zip(share, scores, strict=True):
                 assert score.old is not None
                 assert score.reference is not None
                 divergence = kl.estimate(config.kl_estimator, score.old, score.reference).double().cpu().numpy()
-                np.add.at(own, part.row[part.mask], divergence[part.mask])
-        return kl.penalised(batch.rewards, np.sum(distributed.gather(own), axis=0), config.kl_coefficient)
+                own[batch.places(part)[part.mask]] = divergence[part.mask]
+        return self.kl_coefficient * distributed.total(own)
+
+    def _adapt_kl(self, row: Row, samples: int) -> Row:
+        """Steer the coefficient, the same on every rank; logs the one that this step had."""
+        config = self.config.algorithm
+        if self.reference is None:
+            return {}
+        used = {"actor/kl_coefficient": self.kl_coefficient}
+        if config.kl_target and math.isfinite(row.get("actor/reference_kl", math.nan)):
+            self.kl_coefficient = kl.adapted(
+                self.kl_coefficient, row["actor/reference_kl"], config.kl_target, samples, config.kl_horizon
+            )
+        return used
 
     def _tokens(
         self,
         part: MicroBatch,
-        advantages: np.ndarray,
-        weights: np.ndarray,
+        advantages: np.ndarray,  # [R]
+        weights: np.ndarray,  # [N]
         scores: Scores,
     ) -> Tokens:
         def on_device(values: np.ndarray) -> Tensor:
@@ -152,17 +174,18 @@ class Learner:
 
         return Tokens(
             mask=on_device(part.mask),
+            rows=on_device(part.row),
             weights=on_device(weights[part.row].astype(np.float32)),
-            advantages=on_device(advantages[part.row].astype(np.float32)),
+            advantages=on_device(advantages.astype(np.float32)),
             sampled=on_device(part.sampled),
             old=scores.old,
             reference=scores.reference,
         )
 
-    def _backward(self, part: MicroBatch, tokens: Tokens, last: bool) -> LossSums:
+    def _backward(self, part: MicroBatch, tokens: Tokens, config: AlgorithmConfig, last: bool) -> LossSums:
         self.sharding.expect(last)
         logprobs, entropy = self.policy(part)
-        loss, logged = self.algorithm.loss(logprobs, entropy, tokens, self.config.algorithm)
+        loss, logged = self.algorithm.loss(logprobs, entropy, tokens, config)
         loss.backward()
         return logged
 
@@ -199,10 +222,13 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """What is not a tensor to be sharded: the random state of every rank. Collective; JSON."""
-        return {"random": distributed.gather(torch.get_rng_state().numpy().tobytes().hex())}
+        random = distributed.gather(torch.get_rng_state().numpy().tobytes().hex())
+        return {"random": random, "kl_coefficient": self.kl_coefficient}
 
     def restore(self, state: dict[str, Any]) -> None:
         """On another number of ranks the random states are not those that were saved; nothing else depends on that."""
+        if self.config.algorithm.kl_target:
+            self.kl_coefficient = state.get("kl_coefficient", self.kl_coefficient)
         if len(state["random"]) == distributed.world_size():
             saved = bytearray.fromhex(state["random"][distributed.rank()])
             torch.set_rng_state(torch.frombuffer(saved, dtype=torch.uint8))
@@ -234,7 +260,11 @@ class Sums:
         """Over all ranks; losses are the mean of the step's updates."""
         sums = distributed.reduce(self.sums)
         row = losses.summary(sums, distributed.reduce(self.maxima, dist.ReduceOp.MAX))
-        return row | {name: row[name] / updates for name in ("loss/policy", "loss/kl") if name in row}
+        return row | {name: row[name] / updates for name in losses.AGGREGATED if name in row}
+
+
+def _samples(batch: Batch, penalties: np.ndarray | None = None) -> Samples:
+    return Samples(batch.rewards, batch.valid, batch.groups, batch.lengths, penalties, batch.baselines)
 
 
 def of_batch(batch: Batch, step: int) -> Row:

@@ -17,6 +17,7 @@ import torch.multiprocessing
 from pipeline import batching, distributed, model
 from pipeline.algorithms import aggregation, grpo
 from pipeline.algorithms.losses import Tokens
+from pipeline.algorithms.samples import Samples
 from pipeline.batching import Batch
 from pipeline.model import Policy
 from tests import policies
@@ -56,7 +57,7 @@ def prepared(folder: pathlib.Path, training: str, precision: str) -> tuple[Polic
 def gradient_of(policy: Policy, sharding: distributed.Sharding, batch: Batch, limit: int) -> tuple[float, dict]:
     """Loss and gradient of one update, as the trainer takes them."""
     config = policies.run_config(pathlib.Path("unused")).algorithm
-    advantages = grpo.advantages(batch.rewards, batch.valid, batch.groups)
+    advantages = grpo.advantages(Samples(batch.rewards, batch.valid, batch.groups, batch.lengths), config)
     weights = aggregation.token_weights("token-mean", batch.lengths, 32)
     parts = batching.pack(batch, batch.valid, distributed.world_size(), limit)[distributed.rank()]
     total = 0.0
@@ -64,7 +65,10 @@ def gradient_of(policy: Policy, sharding: distributed.Sharding, batch: Batch, li
         sharding.expect(last=number == len(parts) - 1)
         logprobs, entropy = policy(part)
         tokens = Tokens(
-            *(torch.as_tensor(values) for values in (part.mask, weights[part.row], advantages[part.row], part.sampled))
+            *(
+                torch.as_tensor(values)
+                for values in (part.mask, part.row, weights[part.row], advantages[batch.places(part)], part.sampled)
+            )
         )
         loss, _ = grpo.loss(logprobs, entropy, tokens, config)
         loss.backward()

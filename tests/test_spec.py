@@ -57,8 +57,9 @@ spec:
     sampling: {temperature: "1.0", maxNewTokens: 2048}
     learningRate: "1e-6"
     clip: {low: "0.2", high: "0.28"}
-    kl: {coefficient: "0.01", placement: loss, estimator: k3}
-    correction: {type: token-tis, cap: "2"}
+    kl: {coefficient: "0.01", placement: loss, estimator: k3, target: "0.02", horizon: 20000}
+    correction: {type: masked-is, cap: "2", band: {low: "0.5"}, sequenceBand: {high: "3"}, veto: "1e-4"}
+    entropyCoefficient: "0.001"
     aggregation: token-mean
   rollout:
     replicas: 4

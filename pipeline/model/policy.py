@@ -23,10 +23,14 @@ NAMED = 3
 class Policy(nn.Module):
     """`model` is a transformers causal model, or a PEFT model around one. Always in evaluation mode: no dropout."""
 
-    def __init__(self, model: nn.Module, temperature: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, temperature: float, dtype: torch.dtype, entropy_gradient: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.entropy_gradient = entropy_gradient
+        """Whether entropies are trained; without it they are only reported."""
         self.dtype = dtype
         """What it computes in; parameters that are trained may be kept in float32."""
         self.train(False)
@@ -58,7 +62,8 @@ class Policy(nn.Module):
         ).last_hidden_state[0]
         source = torch.as_tensor(micro_batch.source, device=device)
         target = torch.as_tensor(micro_batch.target, device=device)
-        return token_logprobs(hidden[source], self.base.get_output_embeddings().weight, target, self.temperature)
+        head = self.base.get_output_embeddings().weight
+        return token_logprobs(hidden[source], head, target, self.temperature, entropy_gradient=self.entropy_gradient)
 
     @torch.no_grad()
     def score(self, micro_batch: MicroBatch) -> Tensor:
@@ -96,7 +101,7 @@ def build(config: RunConfig, device: torch.device, *, frozen: bool = False) -> P
     _check_scores(Policy(model, temperature, dtype), config.model.uri)
     if trainer.lora is not None and not frozen:
         model = _with_adapter(model, trainer.lora, config)
-    policy = Policy(model, temperature, dtype)
+    policy = Policy(model, temperature, dtype, entropy_gradient=config.algorithm.entropy_coefficient > 0)
     for layer in policy.layers:
         _optimise(layer, trainer)
     return policy
