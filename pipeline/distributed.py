@@ -118,8 +118,16 @@ class Sharding:
             self.module.set_reshard_after_backward(last or not self.unsharded)
 
 
-def shard(module: nn.Module, layers: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> Sharding:
+def shard(
+    module: nn.Module,
+    layers: Iterable[nn.Module],
+    device: torch.device,
+    dtype: torch.dtype,
+    exact: Iterable[nn.Module] = (),
+) -> Sharding:
     """Move `module` to `device`, spread over all ranks with FSDP2, one group per layer; computes in `dtype`.
+
+    Modules in `exact` are groups of their own and compute in the type of their parameters.
 
     Parameters are kept in the type they have (the optimizer's), gradients summed in float32 (float64 if they are).
     Frozen parameters that are small (see UNSHARDED_BYTES) are not sharded: a copy on each rank costs no traffic.
@@ -140,6 +148,8 @@ def shard(module: nn.Module, layers: Iterable[nn.Module], device: torch.device, 
         fully_shard(
             layer, mesh=mesh, reshard_after_forward=not unsharded, mp_policy=precision, ignored_params=replicated
         )
+    for part in exact:
+        fully_shard(part, mesh=mesh, reshard_after_forward=not unsharded)
     # Embedding and head: the backward pass begins with them.
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=precision, ignored_params=replicated)
     for part in module.modules():

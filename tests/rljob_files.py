@@ -154,6 +154,7 @@ POOLS: dict[str, list[Any]] = (
             {"dualClip": value} for value in ("0", "3", "-1", "1e999", Plain("3"), Plain("~"), "x", "1000001")
         ]
         + [{"dynamicSampling": value} for value in (Plain("true"), Plain("1"), "true", Plain("~"))]
+        + [{"criticWarmupSteps": Plain(text)} for text in ("0", "1.0", "-1", "1000001", "'5'")]
         + [{"gamma": "0.9"}, {"overlongBuffer": "0.5", "maskTruncated": Plain("no")}]
         + [{"lambda": "0.95"}, {"lambda": Plain("~")}, {"dual_clip": "3"}, {}, Plain("~"), []],
         "spec.algorithm.kl": [

@@ -53,6 +53,7 @@ def random_samples(seed=0, count=24) -> Samples:
         lengths=lengths,
         penalties=rng.normal(0, 0.1, lengths.sum()),
         baselines=rng.normal(size=count),
+        values=rng.normal(size=lengths.sum()),
     )
 
 

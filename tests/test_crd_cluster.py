@@ -80,7 +80,7 @@ BREAKS = [
     job(rewards=[{"name": "a"}]),
     job(rewards=[REWARD | {"from": {"configMap": "x"}}]),
     job(algorithm__groupSize=1),
-    job(algorithm__type="ppo", algorithm__parameters={"dualClip": "3"}),
+    job(algorithm__type="cispo", algorithm__parameters={"dualClip": "3"}),
     job(algorithm__updatesPerStep=3),
     job(algorithm__warmupSteps=201),
     job(algorithm__kl={"estimator": "k1"}),

@@ -20,7 +20,7 @@ from operators.spec.fields import (
     text,
 )
 from operators.spec.inputs import EvaluationSet
-from pipeline.algorithms.registry import ALGORITHMS, PARAMETERS, PLANNED
+from pipeline.algorithms.registry import ALGORITHMS, PARAMETERS
 
 _TRUNCATING = ("topP", "topK", "minP", "repetitionPenalty", "presencePenalty", "frequencyPenalty", "minTokens")
 
@@ -134,7 +134,7 @@ class Correction(Model):
 class Algorithm(Model):
     """What is optimised, and how fast."""
 
-    type: Annotated[str, OneOf([*ALGORITHMS, *PLANNED]), not_built("use grpo", values=PLANNED)]
+    type: Annotated[str, OneOf(ALGORITHMS)]
     """The algorithm; pipeline/algorithms/README.md has a table. Clip bounds, aggregation and parameters have defaults
     that depend on it."""
     total_steps: Annotated[int, Field(ge=1, le=10_000_000)]

@@ -49,7 +49,7 @@ class Objective(NamedTuple):
     low: Tensor  # bool: below the lower bound
 
 
-AGGREGATED = ("loss/policy", "loss/kl")
+AGGREGATED = ("loss/policy", "loss/kl", "loss/value")
 """Logged as the batch's loss; everything else as a mean over tokens."""
 
 MakeObjective = Callable[[Tensor, Tensor, Tokens, AlgorithmConfig], Objective]
@@ -158,7 +158,7 @@ def add_up(mask: Tensor, per_token: Mapping[str, Tensor], losses: Mapping[str, T
 def summary(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
     """The logged numbers of a whole batch, from sums and maxima over all of its parts and ranks.
 
-    loss/policy and loss/kl are the batch's losses as aggregated; all others are means over the response tokens that
+    What is in AGGREGATED are the batch's losses; all others are means over the response tokens that
     took part in a pass, and left out where none did.
     mismatch/kl is the unbiased ρ − 1 − log ρ of KL(μ‖π_old); mismatch/ess is (Σw)²/(n·Σw²), 1 when all weights agree.
     """

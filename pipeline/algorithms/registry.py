@@ -7,9 +7,11 @@ import dataclasses
 class Algorithm:
     summary: str
     module: str
-    """Module with `advantages` and `loss`."""
+    """Module with `advantages` and `loss`; with a critic `returns`, too."""
     minimum_group_size: int = 1
     """Samples per prompt below which the estimator is undefined."""
+    critic: bool = False
+    """Whether a critic is trained beside the policy."""
     greedy_baseline: bool = False
     """Whether the worker adds one greedy completion to each group, which is scored and not trained."""
     defaults: dict[str, object] = dataclasses.field(default_factory=dict)
@@ -21,10 +23,15 @@ class Algorithm:
 PARAMETERS: dict[str, str] = {
     "dual_clip": "bounds the loss of tokens with a negative advantage at so many times the advantage; 0: no bound",
     "dynamic_sampling": "groups whose rewards are all the same are replaced before the step, at the cost of generation",
+    "critic_learning_rate_scale": "learning rate of the critic, as a multiple of learningRate",
+    "critic_warmup_steps": "first steps in which the critic is trained and the policy is not",
+    "gae_lambda": "weight of later errors in the advantage, 1: returns less values, 0: one step ahead",
     "gamma": "discount of later rewards per token",
     "mask_truncated": "completions that were cut off have no part in the loss",
     "overlong_buffer": "last share of maxNewTokens in which the reward falls linearly; 0: none",
     "overlong_penalty": "what is taken from the reward of a completion of maxNewTokens",
+    "value_clip": "distance from its value before the step beyond which the critic gains nothing; 0: no bound",
+    "value_regularization": "pull of the critic's values towards those it began with",
 }
 """What each parameter does: its documentation in the CRD. The kind is that of its defaults, the same everywhere."""
 
@@ -38,6 +45,14 @@ ALGORITHMS: dict[str, Algorithm] = {
         minimum_group_size=2,
         defaults={"clip_high": 0.28},
         parameters=_CLIPPED | _GROUPED,
+    ),
+    "ppo": Algorithm(
+        summary="a critic's values as baseline, clipped surrogate; no groups (arXiv:1707.06347)",
+        module="pipeline.algorithms.ppo",
+        critic=True,
+        parameters=_CLIPPED
+        | {"gamma": 1.0, "gae_lambda": 1.0, "value_clip": 0.2, "value_regularization": 0.0}
+        | {"critic_learning_rate_scale": 10.0, "critic_warmup_steps": 0},
     ),
     "dr-grpo": Algorithm(
         summary="GRPO without division by spread and length (arXiv:2503.20783)",
@@ -92,6 +107,3 @@ ALGORITHMS: dict[str, Algorithm] = {
         parameters=_GROUPED,
     ),
 }
-
-PLANNED = ("ppo",)
-"""Names that a spec may hold already; a run is refused until the name has an entry above."""
