@@ -111,6 +111,10 @@ operator-chaos: $(READY) ## a thousand seeds of faults, kills and meddling again
 	@$(say) "operator chaos: 1000 seeds; about two minutes"
 	@CHAOS_SEEDS=1000 CHAOS_FIRST_SEED=$${CHAOS_FIRST_SEED:-100} $(BIN)/pytest tests/test_reconcile_chaos.py --durations=0
 
+learning: $(READY) | $(MODELS) ## every algorithm learns a tiny job with real vLLM, three seeds, one table (an hour)
+	@$(say) "learning: ten algorithms, three seeds, two minutes each on two cores"
+	@$(BIN)/python -m tests.learning
+
 bench: $(READY) | $(MODELS) ## samples/s of the demo's work, as a ratio to TRL's in the same minutes
 	@$(say) "bench: TRL, then miles run, on the demo's work; about seven minutes on two cores"
 	@$(BIN)/python -m tests.bench
@@ -122,4 +126,4 @@ bench-operator: $(READY) ## the operator under a thousand RLJobs on a real API s
 clean: ## removes .venv and caches; keeps runs/
 	rm -rf .venv .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-.PHONY: help setup models demo control-plane manifests agreement lint test test-unit test-slow e2e chaos store-sim operator-chaos bench bench-operator clean
+.PHONY: help setup models demo control-plane manifests agreement lint test test-unit test-slow e2e chaos store-sim operator-chaos learning bench bench-operator clean

@@ -281,6 +281,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "k1 has no gradient as a loss; use k3, or placement: reward",
             ".estimator",
         ),
+        Rule(
+            "!has(self.target) || double(self.coefficient) > 0.0",
+            "needs a coefficient above 0 to start from",
+            ".target",
+        ),
     ),
     "spec.rollout": (
         Rule(

@@ -10,6 +10,7 @@ from pydantic.alias_generators import to_snake
 from operators.names import child_name
 from operators.spec import RLJob
 from operators.spec.inputs import ConfigMapSource, EvaluationSet, ModelSource, PromptSet, PromptSource
+from operators.spec.learning import Correction
 from operators.spec.pods import GPU, Resources, Rollout, Trainer
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.config import RunConfig
@@ -252,7 +253,7 @@ def _algorithm(job: RLJob) -> dict[str, Any]:
     }
     parameters = dict(entry.parameters) if entry else {}
     for name, value in algorithm.parameters.items():
-        parameters[to_snake(name)] = float(value)
+        parameters[to_snake(name)] = float(value) if isinstance(value, str) else value
     return {
         **own,
         **{name: value for name, value in chosen.items() if value is not None},
@@ -275,9 +276,25 @@ def _algorithm(job: RLJob) -> dict[str, Any]:
         "kl_coefficient": float(algorithm.kl.coefficient),
         "kl_estimator": algorithm.kl.estimator,
         "kl_placement": algorithm.kl.placement,
-        "correction": algorithm.correction.type,
-        "correction_cap": float(algorithm.correction.cap),
+        "kl_target": float(algorithm.kl.target or 0),
+        "kl_horizon": algorithm.kl.horizon,
+        "entropy_coefficient": float(algorithm.entropy_coefficient),
+        "correction": _correction(algorithm.correction),
         "parameters": parameters,
+    }
+
+
+def _correction(correction: Correction) -> dict[str, Any]:
+    sequences = correction.sequence_band
+    return {
+        "type": correction.type,
+        "cap": float(correction.cap),
+        "low": float(correction.band.low),
+        "high": float(correction.band.high),
+        "sequence_low": sequences and float(sequences.low),
+        "sequence_high": sequences and float(sequences.high),
+        "veto": float(correction.veto),
+        "bypass": correction.bypass,
     }
 
 

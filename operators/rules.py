@@ -12,7 +12,7 @@ from operators import schema
 from operators.resolve import gpus, set_name
 from operators.schema import Path
 from operators.spec import RLJob
-from operators.spec.fields import OWN_RATE, is_rate
+from operators.spec.fields import OWN_COUNT, OWN_RATE, is_rate
 from operators.spec.inputs import PromptSource
 from operators.spec.pods import GPU, Resources, Template
 from pipeline.algorithms.registry import ALGORITHMS
@@ -136,24 +136,38 @@ def _algorithm(job: RLJob) -> Iterator[Broken]:
         yield (*here, "updatesPerStep"), f"must divide promptsPerStep, which is {algorithm.prompts_per_step}"
     if algorithm.kl.estimator == "k1" and algorithm.kl.placement == "loss":
         yield (*here, "kl", "estimator"), "k1 has no gradient as a loss; use k3, or placement: reward"
+    if algorithm.kl.target is not None and float(algorithm.kl.coefficient) == 0:
+        yield (*here, "kl", "target"), "needs a coefficient above 0 to start from"
     if algorithm.warmup_steps > algorithm.total_steps:
         yield (*here, "warmupSteps"), f"at most totalSteps, which is {algorithm.total_steps}"
     yield from _own_parameters((*here, "parameters"), algorithm.parameters, entry.parameters if entry else {})
 
 
 def _own_parameters(path: Path, given: dict[str, Any], defaults: Mapping[str, object]) -> Iterator[Broken]:
-    known = [to_camel(name) for name in defaults]
+    known = {to_camel(name): default for name, default in defaults.items()}
     for name, value in given.items():
-        here = (*path, name)
         if name not in known:
-            yield here, f"unknown parameter; known are {', '.join(known)}" if known else "this algorithm has none"
-        elif not (isinstance(value, str) and is_rate(value)):
-            yield here, 'rates are strings; write a decimal number in quotes, such as "0.5"'
-        else:
-            try:
-                OWN_RATE.check(value)
-            except ValueError as error:
-                yield here, str(error)
+            yield (
+                (*path, name),
+                f"unknown parameter; known are {', '.join(known)}" if known else "this algorithm has none",
+            )
+        elif remedy := _unfit(value, type(known[name])):
+            yield (*path, name), remedy
+
+
+def _unfit(value: Any, kind: type) -> str | None:
+    """What to write instead of a value of an own parameter of that kind; None: it fits."""
+    if kind is bool:
+        return None if isinstance(value, bool) else "write true or false"
+    if kind is int:
+        return None if type(value) is int and 0 <= value <= OWN_COUNT else f"write a whole number, at most {OWN_COUNT}"
+    if not (isinstance(value, str) and is_rate(value)):
+        return 'rates are strings; write a decimal number in quotes, such as "0.5"'
+    try:
+        OWN_RATE.check(value)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _sampling(job: RLJob) -> Iterator[Broken]:

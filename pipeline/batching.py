@@ -43,6 +43,7 @@ class Batch:
     groups: np.ndarray  # [N] int, position of the group in the plan
     steps: np.ndarray  # [N] int, `step` of the oldest version that made a token of the sample
     truncated: np.ndarray  # [N] bool: ended at the length limit
+    baselines: np.ndarray | None = None  # [N] reward of the group's greedy completion, NaN where there is none
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -56,6 +57,15 @@ class Batch:
         begins = sampled & ~np.append(False, sampled[:-1])
         begins[self.mask.offsets[:-1][self.lengths > 0]] = True
         return self._count(begins)
+
+    @functools.cached_property
+    def owners(self) -> np.ndarray:
+        """Sample of each of the T tokens that the policy sampled, [T]."""
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    def places(self, part: "MicroBatch") -> np.ndarray:
+        """Where the part's response tokens lie among those T, [R]; anywhere for those outside the response mask."""
+        return (np.cumsum(self.lengths) - self.lengths)[part.row] + part.column
 
     def _count(self, flags: np.ndarray) -> np.ndarray:
         """How many are set in each completion: flags [T] → [N]."""
@@ -82,8 +92,8 @@ async def load_plan(storage: Storage, plan: Plan) -> Batch:
     for group, part in zip(plan.groups, parts, strict=True):
         if set(part["index"].to_pylist()) != {group.index}:
             raise Damaged(f"{group.key}: rows {group.start}:{group.stop} are not those of prompt index {group.index}")
-    sizes = [part.num_rows for part in parts]
-    return _batch(pa.concat_tables(parts).combine_chunks(), np.repeat(np.arange(len(parts)), sizes))
+    groups = np.repeat(np.arange(len(parts)), [part.num_rows for part in parts])
+    return _batch(pa.concat_tables(parts).combine_chunks(), groups)
 
 
 async def _read(storage: Storage, key: str, digest: str) -> pa.Table | str:
@@ -100,6 +110,13 @@ async def _read(storage: Storage, key: str, digest: str) -> pa.Table | str:
 
 
 def _batch(table: pa.Table, groups: np.ndarray) -> Batch:
+    greedy = np.asarray([reason == experience.GREEDY for reason in table["invalid"].to_pylist()])  # [R]
+    baselines = None
+    if greedy.any():
+        of_group = np.full(groups.max() + 1, np.nan)
+        of_group[groups[greedy]] = table["reward"].to_numpy()[greedy]
+        table, groups = table.filter(pa.array(~greedy)).combine_chunks(), groups[~greedy]
+        baselines = of_group[groups]
     completions = experience.ragged(table, "completion_ids")
     rewards = table["reward"].to_numpy().astype(np.float64)
     scored = np.isfinite(rewards) & (np.diff(completions.offsets) > 0)
@@ -114,6 +131,7 @@ def _batch(table: pa.Table, groups: np.ndarray) -> Batch:
         groups=groups,
         steps=table["version_step"].to_numpy(),
         truncated=np.asarray(table["finish_reason"].to_pylist()) == "length",
+        baselines=baselines,
     )
 
 

@@ -112,6 +112,24 @@ class SamplingConfig(Config):
     stop: list[str] = []
 
 
+class CorrectionConfig(Config):
+    """What is done about μ ≠ π_old; see pipeline.algorithms.correction. Ratios are π_old/μ."""
+
+    type: Literal["none", "token-tis", "masked-is"] = "token-tis"
+    cap: float = 2.0
+    """Largest weight of a token; token-tis."""
+    low: float = 0.5
+    high: float = 5.0
+    """Band outside of which a token is rejected; masked-is."""
+    sequence_low: float | None = None
+    sequence_high: float | None = None
+    """Band of exp(mean log-ratio) outside of which a sample is rejected; None: no such band."""
+    veto: float = 0.0
+    """Ratio below which one token has its whole sample rejected; 0: never."""
+    bypass: bool = False
+    """π_old := μ: nothing is corrected, and the clip acts on π_θ/μ."""
+
+
 class AlgorithmConfig(Config):
     type: str
     """A name in pipeline.algorithms.registry."""
@@ -135,8 +153,13 @@ class AlgorithmConfig(Config):
     kl_coefficient: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_placement: Literal["loss", "reward"] = "loss"
-    correction: Literal["none", "token-tis"] = "token-tis"
-    correction_cap: float = 2.0
+    kl_target: float = 0.0
+    """KL per token, in nats, that kl_coefficient follows from step to step; 0: it stays as it is."""
+    kl_horizon: int = 10_000
+    """Samples over which the coefficient changes by the error's own size."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy that is taken from the loss."""
+    correction: CorrectionConfig = CorrectionConfig()
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = "token-mean"
     parameters: dict[str, Any] = {}
     """Parameters that only this algorithm knows, checked by its registry entry."""

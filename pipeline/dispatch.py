@@ -9,6 +9,7 @@ import itertools
 import logging
 
 from pipeline import planning
+from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.clock import Clock
 from pipeline.config import RunConfig
 from pipeline.intake import Intake
@@ -22,13 +23,17 @@ from pipeline.versions import Version
 
 log = logging.getLogger(__name__)
 
+ROUNDS = 10
+"""Dynamic sampling: replacements of a whole step after which the groups that come are trained as they are."""
+
 
 class Dispatcher:
     def __init__(self, storage: Storage, config: RunConfig, clock: Clock, vocabulary: int | None):
         self.rollout, self.algorithm, self.clock = config.rollout, config.algorithm, clock
         self.ledger = Ledger()
         self.roster = Roster(storage, config.rollout.lease_timeout_s, 2 * config.rollout.heartbeat_s)
-        self.intake = Intake(storage, config.algorithm.group_size, vocabulary)
+        rows = config.algorithm.group_size + ALGORITHMS[config.algorithm.type].greedy_baseline
+        self.intake = Intake(storage, rows, vocabulary)
         self.suspicions = Suspicions(config.rollout.max_failures)
 
     # Plans
@@ -40,11 +45,15 @@ class Dispatcher:
         return planning.choose(step, self.ledger.delivered.values(), self.ledger.leases, size, staleness)
 
     def refuse(self, step: int) -> None:
-        need_spread = bool(self.algorithm.parameters.get("dynamic_sampling", False))
+        """Set aside what cannot be trained; groups without spread up to ROUNDS times a step's size, then no more."""
+        wanted = bool(self.algorithm.parameters.get("dynamic_sampling", False))
+        alike = sum(drop.reason == "no-spread" for drop, _ in self.ledger.aside.values())
         for index, group in list(self.ledger.delivered.items()):
+            need_spread = wanted and alike < ROUNDS * self.algorithm.prompts_per_step
             reason = planning.refusal(group, step, self.algorithm.max_staleness, need_spread)
             if reason:
                 self._set_aside(index, reason)
+                alike += reason == "no-spread"
 
     def enter(self, plan: Plan) -> None:
         """`plan` is in the log."""

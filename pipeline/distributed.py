@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -92,6 +93,15 @@ def reduce(values: Mapping[str, float | Tensor], operation: Any = dist.ReduceOp.
     return dict(zip(names, flat.tolist(), strict=True))
 
 
+def total(values: np.ndarray) -> np.ndarray:
+    """Sum of an array over the ranks, in float64. Every rank brings the same shape."""
+    if world_size() == 1:
+        return values
+    summed = torch.from_numpy(np.array(values, np.float64))
+    dist.all_reduce(summed)
+    return summed.numpy()
+
+
 @dataclasses.dataclass(frozen=True)
 class Sharding:
     """How a module is spread over the ranks."""
@@ -108,8 +118,16 @@ class Sharding:
             self.module.set_reshard_after_backward(last or not self.unsharded)
 
 
-def shard(module: nn.Module, layers: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> Sharding:
+def shard(
+    module: nn.Module,
+    layers: Iterable[nn.Module],
+    device: torch.device,
+    dtype: torch.dtype,
+    exact: Iterable[nn.Module] = (),
+) -> Sharding:
     """Move `module` to `device`, spread over all ranks with FSDP2, one group per layer; computes in `dtype`.
+
+    Modules in `exact` are groups of their own and compute in the type of their parameters.
 
     Parameters are kept in the type they have (the optimizer's), gradients summed in float32 (float64 if they are).
     Frozen parameters that are small (see UNSHARDED_BYTES) are not sharded: a copy on each rank costs no traffic.
@@ -130,6 +148,8 @@ def shard(module: nn.Module, layers: Iterable[nn.Module], device: torch.device, 
         fully_shard(
             layer, mesh=mesh, reshard_after_forward=not unsharded, mp_policy=precision, ignored_params=replicated
         )
+    for part in exact:
+        fully_shard(part, mesh=mesh, reshard_after_forward=not unsharded)
     # Embedding and head: the backward pass begins with them.
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=precision, ignored_params=replicated)
     for part in module.modules():

@@ -108,6 +108,9 @@ class Ragged(NamedTuple):
     offsets: np.ndarray  # [N+1] int64
 
 
+GREEDY = "greedy baseline"
+"""Why a sample that is there for its reward alone is `invalid`: the last of its group (ReMax)."""
+
 ROWS_PER_ROW_GROUP = 256
 ROUNDING = 1e-6
 STAND_IN = -9999.0

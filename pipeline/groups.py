@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class Groups:
-    """`prompt` gives the prompt of an index, `fail` is told of an index that could not be generated, and why."""
+    """`prompt` gives the prompt of an index, `fail` is told of an index that could not be generated, and why.
+
+    `greedy`: each group gets one more sample, the greedy completion.
+    """
 
     def __init__(
         self,
@@ -32,9 +35,10 @@ class Groups:
         clock: Clock,
         fail: Callable[[int, str], None],
         wake: asyncio.Event,
+        greedy: bool = False,
     ) -> None:
         self._prompt, self._sampler, self._samples, self._sampling = prompt, sampler, samples, sampling
-        self._clock, self._fail, self._wake = clock, fail, wake
+        self._clock, self._fail, self._wake, self._greedy = clock, fail, wake, greedy
         self.generating: dict[int, asyncio.Task[None]] = {}
         self.scoring: dict[int, asyncio.Task[None]] = {}
         self.finished: dict[int, RolloutGroup] = {}
@@ -103,7 +107,8 @@ class Groups:
 
     async def _generate(self, index: int) -> None:
         try:
-            generated = await self._sampler.generate(await self._prompt(index), self._samples, self._sampling)
+            prompt = await self._prompt(index)
+            generated = await self._sampler.generate(prompt, self._samples, self._sampling, self._greedy)
         except EngineLost as error:
             logger.warning("prompt %d lost: %s", index, error)
             self._trials.lost(index)

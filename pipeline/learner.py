@@ -1,11 +1,14 @@
-"""The learner: policy, optimizer, and what one step does to them. Nothing of the store; the same code on every rank.
+"""The learner: roles, optimizer, and what one step does to them. Nothing of the store; the same code on every rank.
 
 A step's batch may be split into several updates. Each packs this rank's share into micro-batches, runs forward and
 backward over them, clips the global gradient and lets AdamW step. π_old is the policy before the step: with one update
-that is the forward pass itself, detached; with several it is computed beforehand.
+that is the forward pass itself, detached; with several it is computed beforehand. What differs between algorithms is
+told by pipeline/algorithms/README.md. A critic, where there is one, scores the batch before the step, too, and is
+trained on every micro-batch after the policy; the norms of the two gradients are clipped apart.
 """
 
 import importlib
+import itertools
 import math
 import resource
 import time
@@ -18,12 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline import batching, distributed, metrics, model
-from pipeline.algorithms import aggregation, kl, losses
+from pipeline.algorithms import aggregation, kl, losses, values
 from pipeline.algorithms.losses import LossSums, Tokens
 from pipeline.algorithms.registry import ALGORITHMS
+from pipeline.algorithms.samples import Samples
+from pipeline.algorithms.values import Targets
 from pipeline.batching import Batch, MicroBatch
-from pipeline.config import RunConfig
+from pipeline.config import AlgorithmConfig, RunConfig
 from pipeline.metrics import Row
+from pipeline.roles import Roles
 from pipeline.schedule import learning_rate
 
 GIB = 2**30
@@ -32,8 +38,10 @@ GIB = 2**30
 class Scores(NamedTuple):
     """Of a micro-batch's R response tokens, before the step changes anything; None where the loss does not need it."""
 
-    old: Tensor | None  # [R] log π_old
-    reference: Tensor | None  # [R] log π_ref
+    old: Tensor | None = None  # [R] log π_old
+    reference: Tensor | None = None  # [R] log π_ref
+    values: Tensor | None = None  # [R] the critic's
+    initial_values: Tensor | None = None  # [R] those of the critic as it began
 
 
 class Interrupted(Exception):
@@ -42,27 +50,20 @@ class Interrupted(Exception):
 
 class Learner:
     def __init__(self, config: RunConfig, device: torch.device) -> None:
-        """Builds and shards the model; raises ValueError for one that cannot be trained."""
+        """Builds and shards the models; raises ValueError for one that cannot be trained."""
         self.config, self.device = config, device
+        self.kl_coefficient = config.algorithm.kl_coefficient  # moves with kl_target
         self.algorithm = importlib.import_module(ALGORITHMS[config.algorithm.type].module)
-        self.policy = model.build(config, device)
-        self.sharding = distributed.shard(self.policy, self.policy.layers, device, self.policy.dtype)
-        self.reference = self._reference()
-        self.parameters = distributed.own_parameters(self.policy)
+        self.roles = Roles(config, device)
+        self.policy = self.roles.policy
+        own = self.roles.own_parameters()
+        self.parameters = {name: each for name, each in own.items() if not model.of_critic(name)}
+        self.critic_parameters = {name: each for name, each in own.items() if model.of_critic(name)}
+        groups = [{"params": list(part.values())} for part in (self.parameters, self.critic_parameters) if part]
         self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), config.algorithm.learning_rate, weight_decay=config.algorithm.weight_decay
+            groups, config.algorithm.learning_rate, weight_decay=config.algorithm.weight_decay
         )
         self._fill_optimizer()
-
-    def _reference(self) -> Callable[[MicroBatch], Tensor] | None:
-        """Scores by the base model, where KL to it is wanted; a second, sharded copy only in full fine-tuning."""
-        if self.config.algorithm.kl_coefficient == 0:
-            return None
-        if self.config.trainer.lora:
-            return self.policy.reference
-        frozen = model.build(self.config, self.device, frozen=True)
-        distributed.shard(frozen, frozen.layers, self.device, frozen.dtype)
-        return frozen.score
 
     # One step
 
@@ -70,23 +71,28 @@ class Learner:
         """Train `batch` as optimizer step `step` (1, 2, …); returns what is logged of it, the same on every rank.
 
         `stop`, a collective, is asked between micro-batches; raises Interrupted, the policy unchanged, if it says so.
-        A step whose gradient is not finite changes nothing and has actor/skipped 1.
+        A step in which a gradient is not finite changes nothing and has actor/skipped 1.
         """
         started = time.perf_counter()
-        config = self.config.algorithm
+        config = self.config.algorithm.model_copy(update={"kl_coefficient": self.kl_coefficient})
         row = of_batch(batch, step)
         included = batching.updates(batch, config.updates_per_step)
+        if config.parameters.get("mask_truncated"):
+            included = [samples & ~batch.truncated for samples in included]
         matters = self._matters(batch)
         shares = [self._share(batch, samples & matters) for samples in included]
         scored = [[self._score(part, stop) for part in share] for share in shares]
-        rewards = self._rewards(batch, shares, scored)
-        advantages = self.algorithm.advantages(rewards, batch.valid, batch.groups)  # [N]
-        row |= metrics.of_advantages(advantages[batch.valid])
+        judged = self._judge(batch, shares, scored)
+        advantages = self.algorithm.advantages(judged, config)  # [T]
+        row |= metrics.of_advantages(advantages[judged.mask])
+        returns = self.algorithm.returns(judged, config) if self.roles.critic else None  # [T]
+        if returns is not None:
+            row |= _of_critic(judged, returns)
 
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
+        rate = self._set_rates(step)
+        warmup = config.parameters.get("critic_warmup_steps", 0)
         total = Sums()
-        norms: list[float] = []
+        norms: list[tuple[float, float]] = []
         for samples, share, scores in zip(included, shares, scored, strict=True):
             lengths = np.where(samples, batch.lengths, 0)
             weights = aggregation.token_weights(config.aggregation, lengths, config.sampling.max_new_tokens)
@@ -94,23 +100,33 @@ class Learner:
                 if not norms and stop():
                     self.optimizer.zero_grad()
                     raise Interrupted
-                tokens = self._tokens(part, advantages, weights, score)
-                total.add(self._backward(part, tokens, last=number == len(share) - 1))
-            norms.append(self._apply_gradient())
+                last, places = number == len(share) - 1, batch.places(part)
+                tokens = self._tokens(part, advantages[places], weights, score)
+                total.add(self._backward(part, tokens, config, last, frozen=step <= warmup))
+                if returns is not None:
+                    total.add(self._backward_critic(part, tokens, returns[places], score, last))
+            norms.append(self._apply_gradients())
         row |= total.summary(len(included))
-        row["actor/lr"] = learning_rate(config, step)
-        row["actor/grad_norm"] = norms[0] if len(norms) == 1 else float(np.mean(norms))
-        row["actor/skipped"] = float(not all(map(math.isfinite, norms)))
+        row |= self._adapt_kl(row, int(batch.valid.sum()))
+        row["actor/lr"] = rate
+        row["actor/grad_norm"], critic_norm = (float(np.mean(each)) for each in zip(*norms, strict=True))
+        if self.roles.critic:
+            row["critic/grad_norm"] = critic_norm
+        row["actor/skipped"] = float(not np.isfinite(norms).all())
         row["perf/forward_backward_s"] = time.perf_counter() - started
         row["perf/peak_memory_gib"] = distributed.reduce({"peak": self._peak_gib()}, dist.ReduceOp.MAX)["peak"]
         return row
 
     def _matters(self, batch: Batch) -> np.ndarray:
-        """[N] bool: the samples that the gradient depends on. Without a KL term those of advantage 0, as of a group
-        whose rewards are all the same, count in the loss's denominator only and need no pass."""
-        if self.reference is not None:
+        """[N] bool: the samples that the gradient depends on. Without critic, KL term and entropy bonus those of
+        advantage 0, as of a group whose rewards are all the same, count in the loss's denominator only and need no
+        pass."""
+        config = self.config.algorithm
+        if self.roles.reference or self.roles.critic or config.entropy_coefficient:
             return batch.valid
-        return self.algorithm.advantages(batch.rewards, batch.valid, batch.groups) != 0
+        matters = np.zeros(len(batch.valid), np.bool_)
+        matters[batch.owners[self.algorithm.advantages(_samples(batch), config) != 0]] = True
+        return matters
 
     def _share(self, batch: Batch, samples: np.ndarray) -> list[MicroBatch]:
         limit = self.config.trainer.max_tokens_per_micro_batch
@@ -118,33 +134,60 @@ class Learner:
 
     def _score(self, part: MicroBatch, stop: Callable[[], bool]) -> Scores:
         """`old` where updates follow one another, or where the KL penalty is part of the reward."""
-        config = self.config.algorithm
-        if self.reference is None and config.updates_per_step == 1:
-            return Scores(None, None)
+        config, roles = self.config.algorithm, self.roles
+        old = config.updates_per_step > 1 and not config.correction.bypass
+        old = old or (roles.reference is not None and config.kl_placement == "reward")
+        if not (old or roles.reference or roles.critic):
+            return Scores()
         if stop():
             raise Interrupted
-        beforehand = config.updates_per_step > 1 or (self.reference and config.kl_placement == "reward")
-        return Scores(self.policy.score(part) if beforehand else None, self.reference(part) if self.reference else None)
+        return Scores(
+            old=self.policy.score(part) if old else None,
+            reference=roles.reference(part) if roles.reference else None,
+            values=roles.critic.score_values(part) if roles.critic else None,
+            initial_values=roles.initial_values(part) if roles.initial_values else None,
+        )
 
-    def _rewards(self, batch: Batch, shares: list[list[MicroBatch]], scored: list[list[Scores]]) -> np.ndarray:
-        """[N] float64, less the KL penalty where that is part of the reward."""
+    def _judge(self, batch: Batch, shares: list[list[MicroBatch]], scored: list[list[Scores]]) -> Samples:
+        """What advantages are made of, with what all ranks have scored. Collective."""
+        config, roles = self.config.algorithm, self.roles
+        parts = list(zip(itertools.chain(*shares), itertools.chain(*scored), strict=True))
+
+        def everywhere(made: Callable[[Scores], Tensor]) -> np.ndarray:  # [T]
+            own = np.zeros(len(batch.owners))
+            for part, scores in parts:
+                own[batch.places(part)[part.mask]] = made(scores).double().cpu().numpy()[part.mask]
+            return distributed.total(own)
+
+        def divergence(scores: Scores) -> Tensor:
+            assert scores.old is not None and scores.reference is not None
+            return kl.estimate(config.kl_estimator, scores.old, scores.reference)
+
+        def of_critic(scores: Scores) -> Tensor:
+            assert scores.values is not None
+            return scores.values
+
+        in_reward = roles.reference is not None and config.kl_placement == "reward"
+        penalties = self.kl_coefficient * everywhere(divergence) if in_reward else None
+        return _samples(batch, penalties, everywhere(of_critic) if roles.critic else None)
+
+    def _adapt_kl(self, row: Row, samples: int) -> Row:
+        """Steer the coefficient, the same on every rank; logs the one that this step had."""
         config = self.config.algorithm
-        if self.reference is None or config.kl_placement == "loss":
-            return batch.rewards
-        own = np.zeros(len(batch.rewards))
-        for share, scores in zip(shares, scored, strict=True):
-            for part, score in zip(share, scores, strict=True):
-                assert score.old is not None
-                assert score.reference is not None
-                divergence = kl.estimate(config.kl_estimator, score.old, score.reference).double().cpu().numpy()
-                np.add.at(own, part.row[part.mask], divergence[part.mask])
-        return kl.penalised(batch.rewards, np.sum(distributed.gather(own), axis=0), config.kl_coefficient)
+        if self.roles.reference is None:
+            return {}
+        used = {"actor/kl_coefficient": self.kl_coefficient}
+        if config.kl_target and math.isfinite(row.get("actor/reference_kl", math.nan)):
+            self.kl_coefficient = kl.adapted(
+                self.kl_coefficient, row["actor/reference_kl"], config.kl_target, samples, config.kl_horizon
+            )
+        return used
 
     def _tokens(
         self,
         part: MicroBatch,
-        advantages: np.ndarray,
-        weights: np.ndarray,
+        advantages: np.ndarray,  # [R]
+        weights: np.ndarray,  # [N]
         scores: Scores,
     ) -> Tokens:
         def on_device(values: np.ndarray) -> Tensor:
@@ -152,27 +195,57 @@ class Learner:
 
         return Tokens(
             mask=on_device(part.mask),
+            rows=on_device(part.row),
             weights=on_device(weights[part.row].astype(np.float32)),
-            advantages=on_device(advantages[part.row].astype(np.float32)),
+            advantages=on_device(advantages.astype(np.float32)),
             sampled=on_device(part.sampled),
             old=scores.old,
             reference=scores.reference,
         )
 
-    def _backward(self, part: MicroBatch, tokens: Tokens, last: bool) -> LossSums:
-        self.sharding.expect(last)
-        logprobs, entropy = self.policy(part)
-        loss, logged = self.algorithm.loss(logprobs, entropy, tokens, self.config.algorithm)
-        loss.backward()
+    def _backward(
+        self, part: MicroBatch, tokens: Tokens, config: AlgorithmConfig, last: bool, frozen: bool
+    ) -> LossSums:
+        """`frozen`: only the critic is trained in this step."""
+        self.roles.expect_policy(last)
+        with torch.set_grad_enabled(not frozen):
+            logprobs, entropy = self.policy(part)
+            loss, logged = self.algorithm.loss(logprobs, entropy, tokens, config)
+        if not frozen:
+            loss.backward()
         return logged
 
-    def _apply_gradient(self) -> float:
-        """Clip and step, unless the gradient is not finite; returns its norm, which is the same on every rank."""
-        norm = distributed.clip_gradients(self.parameters.values(), self.config.algorithm.max_grad_norm)
-        if math.isfinite(norm):
+    def _backward_critic(
+        self, part: MicroBatch, tokens: Tokens, returns: np.ndarray, scores: Scores, last: bool
+    ) -> LossSums:
+        critic = self.roles.critic
+        assert critic is not None and scores.values is not None
+        goal = torch.as_tensor(returns.astype(np.float32), device=self.device)
+        targets = Targets(tokens.mask, tokens.weights, goal, scores.values, scores.initial_values)
+        self.roles.expect_critic(last)
+        with critic.adapter(model.CRITIC):
+            loss, logged = values.value_loss(critic.values(part), targets, self.config.algorithm)
+            loss.backward()
+        return logged
+
+    def _set_rates(self, step: int) -> float:
+        """The learning rates of a step; returns the policy's."""
+        config = self.config.algorithm
+        rate = learning_rate(config, step)
+        scales = (1.0, config.parameters.get("critic_learning_rate_scale", 1.0))
+        for group, scale in zip(self.optimizer.param_groups, scales, strict=False):
+            group["lr"] = scale * rate
+        return rate
+
+    def _apply_gradients(self) -> tuple[float, float]:
+        """Clip and step, unless one is not finite; returns the norms of policy and critic, alike on every rank."""
+        limit = self.config.algorithm.max_grad_norm
+        norm = distributed.clip_gradients(self.parameters.values(), limit)
+        critic_norm = distributed.clip_gradients(self.critic_parameters.values(), limit)
+        if math.isfinite(norm) and math.isfinite(critic_norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm
+        return norm, critic_norm
 
     def _peak_gib(self) -> float:
         if self.device.type == "cuda":
@@ -192,24 +265,27 @@ class Learner:
     def tensors(self) -> dict[str, Tensor]:
         """The trained parameters and AdamW's state of each, by name, not copied: loading into them restores."""
         found: dict[str, Tensor] = {}
-        for name, parameter in distributed.own_parameters(self.policy).items():
+        for name, parameter in self.roles.own_parameters().items():
             found[f"model.{name}"] = parameter.detach()
             found |= {f"optimizer.{name}.{key}": value for key, value in self.optimizer.state[parameter].items()}
         return found
 
     def state(self) -> dict[str, Any]:
         """What is not a tensor to be sharded: the random state of every rank. Collective; JSON."""
-        return {"random": distributed.gather(torch.get_rng_state().numpy().tobytes().hex())}
+        random = distributed.gather(torch.get_rng_state().numpy().tobytes().hex())
+        return {"random": random, "kl_coefficient": self.kl_coefficient}
 
     def restore(self, state: dict[str, Any]) -> None:
         """On another number of ranks the random states are not those that were saved; nothing else depends on that."""
+        if self.config.algorithm.kl_target:
+            self.kl_coefficient = state.get("kl_coefficient", self.kl_coefficient)
         if len(state["random"]) == distributed.world_size():
             saved = bytearray.fromhex(state["random"][distributed.rank()])
             torch.set_rng_state(torch.frombuffer(saved, dtype=torch.uint8))
 
     def _fill_optimizer(self) -> None:
         """AdamW's state as it is before its first step, so that a checkpoint can be loaded into it."""
-        for parameter in self.parameters.values():
+        for parameter in itertools.chain(self.parameters.values(), self.critic_parameters.values()):
             self.optimizer.state[parameter] = {
                 "step": torch.tensor(0.0),
                 "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
@@ -234,7 +310,21 @@ class Sums:
         """Over all ranks; losses are the mean of the step's updates."""
         sums = distributed.reduce(self.sums)
         row = losses.summary(sums, distributed.reduce(self.maxima, dist.ReduceOp.MAX))
-        return row | {name: row[name] / updates for name in ("loss/policy", "loss/kl") if name in row}
+        return row | {name: row[name] / updates for name in losses.AGGREGATED if name in row}
+
+
+def _samples(batch: Batch, penalties: np.ndarray | None = None, values: np.ndarray | None = None) -> Samples:
+    return Samples(batch.rewards, batch.valid, batch.groups, batch.lengths, penalties, batch.baselines, values)
+
+
+def _of_critic(judged: Samples, returns: np.ndarray) -> Row:
+    assert judged.values is not None
+    inside = judged.mask
+    return {
+        "critic/explained_var": values.explained_variance(judged.values[inside], returns[inside]),
+        "critic/value_mean": float(judged.values[inside].mean()),
+        "critic/return_mean": float(returns[inside].mean()),
+    }
 
 
 def of_batch(batch: Batch, step: int) -> Row:

@@ -23,6 +23,7 @@ from typing import Any
 
 from pipeline import config as configuration
 from pipeline import evaluation, status, termination, weights
+from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.clock import Clock, SystemClock
 from pipeline.config import RunConfig
 from pipeline.environments.episode import Environment
@@ -79,6 +80,7 @@ class Worker:
         self.groups = Groups(
             functools.partial(aside, prompts.at),
             *(sampler, config.algorithm.group_size, sampling, clock, self._fail, self._wake),
+            greedy=ALGORITHMS[config.algorithm.type].greedy_baseline,
         )
         self._special: asyncio.Task[None] | None = None
         self._evaluating: EvaluationRequest | None = None

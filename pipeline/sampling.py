@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pipeline.clock import Clock
 from pipeline.environments.episode import Environment, Episode
-from pipeline.experience import Rollout, RolloutGroup, Turn
+from pipeline.experience import GREEDY, Rollout, RolloutGroup, Turn
 from pipeline.inference import Completion, Engine, EngineLost, Sampling, defect, unfit
 from pipeline.prompts import Prompt
 from pipeline.rewards.scorer import Scorer
@@ -38,6 +38,8 @@ class Generated:
     completions: list[Completion]
     max_new_tokens: int
     reason: str | None = None
+    greedy: bool = False
+    """Whether the last of the samples is the greedy completion, to be scored and not trained."""
     episodes: list[Episode] = dataclasses.field(default_factory=list)
     """What made the completions, where the run has an environment."""
 
@@ -64,31 +66,39 @@ class Sampler:
         self.system_prompt, self.max_model_len = system_prompt, max_model_len
         self.vocabulary_size, self.environment = tokenizer.vocabulary_size, environment
 
-    async def generate(self, prompt: Prompt, samples: int, sampling: Sampling) -> Generated:
-        """Raises EngineError where the engine fails; what is wrong with the prompt is told in the result."""
+    async def generate(self, prompt: Prompt, samples: int, sampling: Sampling, greedy: bool = False) -> Generated:
+        """Raises EngineError where the engine fails; what is wrong with the prompt is told in the result.
+
+        `greedy`: one more completion, the most likely one, comes last.
+        """
+        rows = samples + greedy
         version = self.engine.version
         if version is None:
             raise EngineLost("the server went away before this prompt was sent")
         sampling = dataclasses.replace(sampling, stop_ids=tuple(sorted(self.tokenizer.eos_ids)))
+        most_likely = dataclasses.replace(sampling, temperature=0.0)
         if self.environment is not None:
-            return await self._play(self.environment, prompt, samples, sampling, version)
+            samplings = [sampling] * samples + [most_likely] * greedy
+            return await self._play(self.environment, prompt, samplings, version, greedy)
         try:
             ids = self.tokenizer.encode(prompt.content, self.system_prompt)
         except ValueError as error:
-            return Generated(prompt, [], version, samples, [], sampling.max_new_tokens, str(error))
+            return Generated(prompt, [], version, rows, [], sampling.max_new_tokens, str(error))
         reason = unfit(ids, sampling, self.max_model_len)
         if reason:
-            return Generated(prompt, [], version, samples, [], sampling.max_new_tokens, reason)
+            return Generated(prompt, [], version, rows, [], sampling.max_new_tokens, reason)
         completions = await self.engine.generate(ids, samples, sampling)
-        return Generated(prompt, ids, version, samples, completions, sampling.max_new_tokens)
+        if greedy:
+            completions += await self.engine.generate(ids, 1, most_likely)
+        return Generated(prompt, ids, version, rows, completions, sampling.max_new_tokens, greedy=greedy)
 
     async def _play(
-        self, environment: Environment, prompt: Prompt, samples: int, sampling: Sampling, version: Version
+        self, environment: Environment, prompt: Prompt, samplings: Sequence[Sampling], version: Version, greedy: bool
     ) -> Generated:
         """As many episodes at once. Those of a group share their prompt, or it would be no group."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(environment.play(prompt, sampling)) for _ in range(samples)]
+                tasks = [group.create_task(environment.play(prompt, sampling)) for sampling in samplings]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         episodes = [task.result() for task in tasks]
@@ -100,9 +110,10 @@ class Sampler:
             prompt=first.prompt,
             prompt_ids=first.prompt_ids,
             version=version,
-            samples=samples,
+            samples=len(samplings),
             completions=[episode.completion for episode in episodes],
-            max_new_tokens=sampling.max_new_tokens,
+            max_new_tokens=samplings[0].max_new_tokens,
+            greedy=greedy,
             episodes=episodes,
         )
 
@@ -116,6 +127,8 @@ class Sampler:
             episodes: Sequence[Episode | None] = generated.episodes or [None] * len(generated.completions)
             pairs = zip(generated.completions, episodes, strict=True)
             rollouts = list(await asyncio.gather(*(self._rollout(*pair, generated.version, known) for pair in pairs)))
+            if generated.greedy:
+                rollouts[-1] = dataclasses.replace(rollouts[-1], invalid=GREEDY)
         return RolloutGroup(
             index=prompt.index,
             set=prompt.set,

@@ -68,8 +68,8 @@ def run_config(
 LORA = {"rank": 4, "alpha": 8}
 
 
-def build(folder: pathlib.Path, **options: Any) -> model.Policy:
-    return model.build(run_config(folder, **options), torch.device("cpu"))
+def build(folder: pathlib.Path, *, critic: bool = False, **options: Any) -> model.Policy:
+    return model.build(run_config(folder, **options), torch.device("cpu"), critic=critic)
 
 
 def excite(policy: model.Policy) -> None:

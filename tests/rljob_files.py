@@ -145,7 +145,7 @@ POOLS: dict[str, list[Any]] = (
             {},
             Plain("~"),
         ],
-        "spec.algorithm.type": ["grpo", "ppo", "reinforce++", "gpro", Plain("no")],
+        "spec.algorithm.type": ["grpo", "ppo", "reinforce++", "dapo", "gpro", Plain("no")],
         "spec.algorithm.promptsPerStep": [Plain(text) for text in ("1", "6", "16", "1.6e1")],
         "spec.algorithm.updatesPerStep": [Plain(text) for text in ("1", "2", "3", "4")],
         "spec.algorithm.groupSize": [Plain(text) for text in ("1", "2", "8.0", "010")],
@@ -153,11 +153,22 @@ POOLS: dict[str, list[Any]] = (
         "spec.algorithm.parameters": [
             {"dualClip": value} for value in ("0", "3", "-1", "1e999", Plain("3"), Plain("~"), "x", "1000001")
         ]
+        + [{"dynamicSampling": value} for value in (Plain("true"), Plain("1"), "true", Plain("~"))]
+        + [{"criticWarmupSteps": Plain(text)} for text in ("0", "1.0", "-1", "1000001", "'5'")]
+        + [{"gamma": "0.9"}, {"overlongBuffer": "0.5", "maskTruncated": Plain("no")}]
         + [{"lambda": "0.95"}, {"lambda": Plain("~")}, {"dual_clip": "3"}, {}, Plain("~"), []],
         "spec.algorithm.kl": [
             {"estimator": estimator, "placement": placement}
             for estimator in ("k1", "k3")
             for placement in ("loss", "reward")
+        ]
+        + [{"coefficient": coefficient, "target": "0.1"} for coefficient in ("0", "0.0", "0.5", "x")]
+        + [{"target": "0.1"}, {"target": "0"}, {"target": Plain("~")}],
+        "spec.algorithm.correction": [
+            {"type": "masked-is", "band": {"low": "0.9"}, "sequenceBand": {}},
+            {"band": {"high": "0.9"}},
+            {"sequenceBand": {"low": "1.1"}},
+            {"bypass": Plain("true"), "veto": "2"},
         ],
         "spec.algorithm.clip": [
             {"low": low, "high": high} for low, high in (("0.2", "0.3"), ("1", "101"), ("0.999", "0"))

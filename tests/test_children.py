@@ -487,7 +487,11 @@ def test_what_the_user_set_wins_over_the_algorithms_defaults():
         }
     )
     algorithm = config(given).algorithm
-    assert (algorithm.clip_high, algorithm.aggregation, algorithm.parameters) == (0.3, "constant", {"dual_clip": 3.0})
+    assert (algorithm.clip_high, algorithm.aggregation, algorithm.parameters) == (
+        0.3,
+        "constant",
+        {"dual_clip": 3.0, "dynamic_sampling": False},
+    )
 
 
 def test_the_runs_prefix_names_namespace_job_and_run():

@@ -41,10 +41,12 @@ def test_validate_checks_every_file_and_fails_for_one_that_is_broken(minimal, ca
     assert [line.startswith(f"{broken}:") for line in err.splitlines()] == [True, True]
 
 
-def test_validate_accepts_what_is_not_built_yet_and_says_so(everything, capsys):
-    assert cli.main(["validate", everything]) == 0
-    out = capsys.readouterr().out
-    assert f"{everything}: spec.algorithm.type: not built yet: use grpo; no run can start" in out
+def test_validate_accepts_what_is_not_built_yet_and_says_so(tmp_path, capsys):
+    path = tmp_path / "resumed.yaml"
+    path.write_text(MINIMAL + "  checkpoint: {resumeFrom: s3://team-a/miles/default/a/1}\n")
+    assert cli.main(["validate", str(path)]) == 0
+    told = f"{path}: spec.checkpoint.resumeFrom: not built yet: a job resumes from its own newest checkpoint"
+    assert f"{told}; no run can start" in capsys.readouterr().out
 
 
 def test_broken_files_give_exit_code_2_and_no_traceback_in_a_real_process():
@@ -158,7 +160,7 @@ def test_render_shows_the_configuration_as_it_reads_and_no_yaml_aliases(minimal,
 def test_render_says_on_standard_error_what_is_not_built(everything, capsys):
     cli.main(["render", everything])
     out, err = capsys.readouterr()
-    assert f"{everything}: spec.algorithm.type: not built yet: use grpo" in err
+    assert f"{everything}: spec.rollout.autoscale: not built yet: rollout.replicas workers run" in err
     assert list(yaml.safe_load_all(out))
 
 

@@ -431,6 +431,24 @@ async def test_dynamic_sampling_replaces_groups_without_spread_even_if_they_fill
     assert {drop.index: drop.reason for drop in plan.drops} == {0: "no-spread", 1: "no-spread"}
 
 
+async def test_dynamic_sampling_gives_up_after_ten_times_a_step_and_trains_what_comes():
+    scene = Scene(max_staleness=0, dynamic_sampling=True)
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    for _ in range(10):
+        await keep_alive(scene, writer)
+        await scene.tick(trainer)
+        await writer.commit([group(index, rewards=(1.0, 1.0)) for index in await scene.leases(writer)])
+        await scene.tick(trainer)
+        await waits_for(trainer, 1)
+    await scene.tick(trainer)
+    await writer.commit([group(index, rewards=(1.0, 1.0)) for index in await scene.leases(writer)])
+    await scene.tick(trainer)
+    plan = await plan_now(trainer, 1)
+    assert indices(plan) == [20, 21]
+    assert len(plan.drops) == 20
+
+
 # Waiting
 
 

@@ -84,7 +84,7 @@ BREAKS = [
     job(environment={"class": "a:B", "from": {"configMap": "x"}}),
     job(environment={"library": "reasoning-gym"}, data__sets=[{"uri": "s3://data/a.jsonl"}]),
     job(algorithm__groupSize=1),
-    job(algorithm__type="ppo", algorithm__parameters={"dualClip": "3"}),
+    job(algorithm__type="cispo", algorithm__parameters={"dualClip": "3"}),
     job(algorithm__updatesPerStep=3),
     job(algorithm__warmupSteps=201),
     job(algorithm__kl={"estimator": "k1"}),

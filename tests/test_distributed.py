@@ -15,10 +15,16 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from pipeline import batching, distributed, model
-from pipeline.algorithms import aggregation, grpo
-from pipeline.algorithms.losses import Tokens
+from pipeline.algorithms import aggregation, cispo, grpo, gspo
+from pipeline.algorithms.aggregation import token_weights
+from pipeline.algorithms.losses import Tokens, clipped_loss
+from pipeline.algorithms.registry import ALGORITHMS
+from pipeline.algorithms.samples import Samples
+from pipeline.algorithms.values import Targets, value_loss
 from pipeline.batching import Batch
-from pipeline.model import Policy
+from pipeline.config import AlgorithmConfig, CorrectionConfig
+from pipeline.learner import Learner
+from pipeline.model import CRITIC, Policy
 from tests import policies
 from tests.batches import batch_of, random_batch
 from tests.policies import LORA, VOCABULARY, save_model
@@ -45,18 +51,82 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 """Of the gradient's norm."""
 
 
-def prepared(folder: pathlib.Path, training: str, precision: str) -> tuple[Policy, distributed.Sharding]:
-    policy = policies.build(folder, lora=LORA if training == "lora" else None)
+LOSSES = {"clipped": clipped_loss, "gspo": gspo.loss, "cispo": cispo.loss, "value": value_loss}
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
+EVERY_LOSS = [(loss, aggregation) for loss in LOSSES for aggregation in AGGREGATIONS]
+CONFIG = AlgorithmConfig(
+    type="ppo",
+    total_steps=1,
+    prompts_per_step=4,
+    group_size=4,
+    kl_coefficient=0.3,
+    entropy_coefficient=0.2,
+    correction=CorrectionConfig(sequence_low=0.01, sequence_high=100.0),
+    parameters={"dual_clip": 3.0, "value_clip": 0.2, "value_regularization": 0.1},
+)
+"""Everything that a loss can have."""
+
+
+def prepared(
+    folder: pathlib.Path, training: str, precision: str, critic: bool = False
+) -> tuple[Policy, distributed.Sharding]:
+    policy = policies.build(folder, lora=LORA if training == "lora" else None, critic=critic)
+    policy.entropy_gradient = critic
     policies.excite(policy)
     dtype = getattr(torch, precision)
     policy.to(dtype)
-    return policy, distributed.shard(policy, policy.layers, CPU, dtype)
+    heads = [policy.value_head] if policy.value_head else []
+    return policy, distributed.shard(policy, policy.layers, CPU, dtype, exact=heads)
+
+
+def gradient_of_loss(
+    policy: Policy, sharding: distributed.Sharding, limit: int, name: str, aggregation: str
+) -> tuple[float, dict]:
+    """Loss and gradient of one update on BATCH, of one of LOSSES, with KL, entropy bonus and π_old ≠ π_θ."""
+    rng = np.random.default_rng(4)
+    advantages, drift = rng.normal(size=(2, len(BATCH.owners)))
+    weights = token_weights(aggregation, BATCH.lengths, 32)
+    parts = batching.pack(BATCH, BATCH.valid, distributed.world_size(), limit)[distributed.rank()]
+    total = 0.0
+    policy.zero_grad()
+    for number, part in enumerate(parts):
+        places = BATCH.places(part)
+        given = [torch.as_tensor(values[places] / 2) for values in (advantages, drift)]
+        mask, rows, share = (torch.as_tensor(values) for values in (part.mask, part.row, weights[part.row]))
+        reference = policy.reference(part)
+        sharding.expect(last=number == len(parts) - 1)
+        if name == "value":
+            with policy.adapter(CRITIC):
+                values = policy.values(part)
+                old = values.detach() + given[1]
+                loss, _ = value_loss(values, Targets(mask, share, given[0] + 1, old, reference), CONFIG)
+                loss.backward()
+        else:
+            logprobs, entropy = policy(part)
+            old = logprobs.detach() + given[1]
+            tokens = Tokens(mask, rows, share, given[0], torch.as_tensor(part.sampled).double(), old, reference)
+            loss, _ = LOSSES[name](logprobs, entropy, tokens, CONFIG)
+            loss.backward()
+        total += loss.item()
+    parameters = distributed.own_parameters(policy)
+    gradients = dict(distributed.gathered({name: p.grad for name, p in parameters.items() if p.grad is not None}))
+    return distributed.reduce({"loss": total})["loss"], {name: grad.clone() for name, grad in gradients.items()}
+
+
+def steps(folder: pathlib.Path) -> list[dict[str, float]]:
+    """What PPO logs of two steps, all four roles at work."""
+    config = policies.run_config(folder, lora=LORA, max_tokens_per_micro_batch=SEVERAL)
+    changes = {"type": "ppo", "learning_rate": 1e-2, "kl_coefficient": 0.1, "kl_placement": "reward"}
+    own = ALGORITHMS["ppo"].parameters | {"value_regularization": 0.1}
+    algorithm = config.algorithm.model_copy(update=changes | {"parameters": own})
+    learner = Learner(config.model_copy(update={"algorithm": algorithm}), CPU)
+    return [learner.update(BATCH, step, lambda: False) for step in (1, 2)]
 
 
 def gradient_of(policy: Policy, sharding: distributed.Sharding, batch: Batch, limit: int) -> tuple[float, dict]:
     """Loss and gradient of one update, as the trainer takes them."""
     config = policies.run_config(pathlib.Path("unused")).algorithm
-    advantages = grpo.advantages(batch.rewards, batch.valid, batch.groups)
+    advantages = grpo.advantages(Samples(batch.rewards, batch.valid, batch.groups, batch.lengths), config)
     weights = aggregation.token_weights("token-mean", batch.lengths, 32)
     parts = batching.pack(batch, batch.valid, distributed.world_size(), limit)[distributed.rank()]
     total = 0.0
@@ -64,7 +134,10 @@ def gradient_of(policy: Policy, sharding: distributed.Sharding, batch: Batch, li
         sharding.expect(last=number == len(parts) - 1)
         logprobs, entropy = policy(part)
         tokens = Tokens(
-            *(torch.as_tensor(values) for values in (part.mask, weights[part.row], advantages[part.row], part.sampled))
+            *(
+                torch.as_tensor(values)
+                for values in (part.mask, part.row, weights[part.row], advantages[batch.places(part)], part.sampled)
+            )
         )
         loss, _ = grpo.loss(logprobs, entropy, tokens, config)
         loss.backward()
@@ -87,6 +160,10 @@ def work(rank: int, port: int, folder: pathlib.Path, out: pathlib.Path) -> None:
         results[name] = gradient_of(*prepared(folder, training, precision), BATCH, limit)
     for placement, limit_bytes in (("gathered", whole), ("sharded", 0)):
         distributed.UNSHARDED_BYTES = limit_bytes
+        policy, sharding = prepared(folder, "lora", "float64", critic=True)
+        for case in EVERY_LOSS:
+            results[f"{'-'.join(case)}-{placement}"] = gradient_of_loss(policy, sharding, SEVERAL, *case)
+        results[f"steps-{placement}"] = steps(folder)
         results |= {f"{name}-{placement}": value for name, value in life(folder, out / placement).items()}
     torch.save(results, out / f"rank{rank}.pt")
     distributed.stop()
@@ -186,6 +263,39 @@ def test_two_ranks_have_the_loss_and_gradient_of_one(two_ranks, one_rank, case):
 def test_one_rank_has_the_same_gradient_packed_and_unpacked(folder, one_rank, training, precision, limit):
     packed = gradient_of(*prepared(folder, training, precision), BATCH, limit)
     assert_same_gradient(packed, one_rank[training, precision], TOLERANCE[precision])
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """One rank's policy and critic."""
+    return prepared(folder, "lora", "float64", critic=True)
+
+
+@pytest.fixture(scope="module")
+def every_loss(alone):
+    """Loss and gradient of every loss and aggregation on one rank, every sample by itself."""
+    return {case: gradient_of_loss(*alone, ONE_BY_ONE, *case) for case in EVERY_LOSS}
+
+
+@pytest.mark.parametrize("case", EVERY_LOSS, ids="-".join)
+class TestEveryLoss:
+    @pytest.mark.parametrize("limit", [SEVERAL, ALL])
+    def test_is_the_same_packed_and_unpacked(self, alone, every_loss, case, limit):
+        assert_same_gradient(gradient_of_loss(*alone, limit, *case), every_loss[case], 1e-9)
+
+    @pytest.mark.parametrize("placement", ["gathered", "sharded"])
+    def test_is_the_same_on_two_ranks(self, two_ranks, every_loss, case, placement):
+        for results in two_ranks:
+            assert_same_gradient(results[f"{'-'.join(case)}-{placement}"], every_loss[case], 1e-9)
+
+
+@pytest.mark.parametrize("placement", ["gathered", "sharded"])
+def test_ppo_takes_the_same_steps_on_two_ranks(two_ranks, folder, placement):
+    expected = steps(folder)
+    for results in two_ranks:
+        for row, alone in zip(results[f"steps-{placement}"], expected, strict=True):
+            for name in ("loss/policy", "loss/value", "actor/grad_norm", "critic/grad_norm", "critic/explained_var"):
+                assert row[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-5), name
 
 
 @pytest.mark.parametrize("placement", ["gathered", "sharded"])

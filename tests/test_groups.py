@@ -76,7 +76,7 @@ def test_a_suspect_that_is_no_longer_wanted_is_not_tried() -> None:
 
 
 class BrokenSampler:
-    async def generate(self, prompt: Prompt, samples: int, sampling: Sampling) -> Generated:
+    async def generate(self, prompt: Prompt, samples: int, sampling: Sampling, greedy: bool = False) -> Generated:
         return Generated(prompt, [1], Version(0, 0), samples, [], 8)
 
     async def score(self, generated: Generated) -> Any:

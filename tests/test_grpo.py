@@ -7,6 +7,8 @@ import pytest
 
 from pipeline.algorithms import grpo
 from pipeline.algorithms.registry import ALGORITHMS
+from pipeline.algorithms.samples import Samples
+from pipeline.config import AlgorithmConfig
 
 NAN = float("nan")
 
@@ -15,7 +17,8 @@ def advantages(rewards, valid=None, groups=None):
     rewards = np.asarray(rewards, np.float64)
     valid = np.ones(len(rewards), bool) if valid is None else np.asarray(valid, bool)
     groups = np.zeros(len(rewards), int) if groups is None else np.asarray(groups)
-    return grpo.advantages(rewards, valid, groups)
+    samples = Samples(rewards, valid, groups, lengths=np.ones(len(rewards), int))
+    return grpo.advantages(samples, AlgorithmConfig(type="grpo", total_steps=1, prompts_per_step=1, group_size=2))
 
 
 @pytest.mark.parametrize(

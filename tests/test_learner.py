@@ -1,10 +1,15 @@
 """pipeline.learner on one rank: what a step changes, and what it does not compute."""
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 import torch
 
 from pipeline import batching
+from pipeline.algorithms.registry import ALGORITHMS
+from pipeline.config import CorrectionConfig
 from pipeline.learner import Learner
 from tests import policies
 from tests.batches import batch_of
@@ -15,12 +20,22 @@ MIXED = [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
 EQUAL = [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return policies.save_model("llama", tmp_path_factory.mktemp("model") / "llama")
+
+
+def learner_of(folder, *, lora=policies.LORA, **algorithm) -> Learner:
+    config = policies.run_config(folder, lora=lora)
+    own = ALGORITHMS[algorithm.get("type", "grpo")]
+    changes = {"learning_rate": 0.01, **own.defaults, "parameters": own.parameters, **algorithm}
+    changed = config.algorithm.model_copy(update=changes)
+    return Learner(config.model_copy(update={"algorithm": changed}), torch.device("cpu"))
+
+
 @pytest.fixture
-def learner(tmp_path):
-    folder = policies.save_model("llama", tmp_path / "llama")
-    config = policies.run_config(folder, lora=policies.LORA)
-    algorithm = config.algorithm.model_copy(update={"learning_rate": 0.01})
-    return Learner(config.model_copy(update={"algorithm": algorithm}), torch.device("cpu"))
+def learner(folder):
+    return learner_of(folder)
 
 
 def weights(learner: Learner) -> torch.Tensor:
@@ -45,7 +60,7 @@ def packed(monkeypatch):
     return counts
 
 
-def test_groups_without_spread_cost_no_pass_and_change_neither_loss_nor_step(tmp_path, learner, packed, monkeypatch):
+def test_groups_without_spread_cost_no_pass_and_change_neither_loss_nor_step(learner, packed, monkeypatch):
     row = trained(learner, MIXED)
     everything = Learner(learner.config, torch.device("cpu"))
     monkeypatch.setattr(everything, "_matters", lambda batch: batch.valid)
@@ -66,9 +81,64 @@ def test_a_step_of_groups_without_spread_changes_nothing_and_reports_no_means(le
     assert "loss/entropy" not in row
 
 
-def test_with_a_kl_term_every_sample_is_passed(learner, packed):
-    algorithm = learner.config.algorithm.model_copy(update={"kl_coefficient": 0.1})
-    with_kl = Learner(learner.config.model_copy(update={"algorithm": algorithm}), torch.device("cpu"))
-    trained(with_kl, MIXED)
+@pytest.mark.parametrize("changes", [{"kl_coefficient": 0.1}, {"entropy_coefficient": 0.1}], ids=["kl", "entropy"])
+def test_with_a_term_that_needs_no_advantage_every_sample_is_passed(folder, packed, changes):
+    learner = learner_of(folder, **changes)
+    trained(learner, MIXED)
     assert packed == [6]
-    assert np.isfinite(weights(with_kl).numpy()).all()
+    assert np.isfinite(weights(learner).numpy()).all()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_takes_a_step_and_makes_the_better_sample_likelier(folder, name):
+    learner = learner_of(folder, type=name)
+    batch = dataclasses.replace(batch_of(GROUPS, rewards=MIXED), baselines=np.array([1.0, 1.0, 0.5, 0.5, 0.0, 0.0]))
+    (part,) = batching.pack(batch, batch.groups == 1, 1, 4096)[0]
+    before = learner.policy.score(part)
+    row = learner.update(batch, 1, lambda: False)
+    assert (row["actor/skipped"], row["actor/grad_norm"] > 0) == (0.0, True)
+    change = (learner.policy.score(part) - before).numpy()
+    good = batch.rewards[part.row] == 1.0
+    assert change[good].sum() > change[~good].sum()
+
+
+def test_entropy_rises_with_its_bonus(folder):
+    entropies = []
+    learner = learner_of(folder, entropy_coefficient=1.0)
+    for step in range(1, 6):
+        row = learner.update(batch_of(GROUPS, rewards=EQUAL), step, lambda: False)
+        entropies.append(row["loss/entropy"])
+    assert entropies[-1] > entropies[0] + 0.01
+
+
+def test_the_policy_may_go_further_from_its_base_the_smaller_the_coefficient_and_it_outlives_a_restart(folder):
+    adaptive = {"kl_coefficient": 0.5, "kl_target": 1e-3, "kl_horizon": 60}
+    learner = learner_of(folder, **adaptive)
+    first, second = (
+        learner.update(batch_of(GROUPS, rewards=MIXED), step, lambda: False)["actor/kl_coefficient"] for step in (1, 2)
+    )
+    assert (first, second) == (0.5, pytest.approx(0.5 * (1 - 0.2 * 6 / 60)))  # no distance yet: the error is −1, cut
+    resumed = learner_of(folder, **adaptive)
+    resumed.restore(json.loads(json.dumps(learner.state())))
+    assert resumed.kl_coefficient == learner.kl_coefficient != second
+    fixed = learner_of(folder, kl_coefficient=0.1)
+    fixed.restore(learner.state())
+    assert fixed.kl_coefficient == 0.1, "a coefficient that an edit of the job has set"
+
+
+def test_truncated_samples_are_left_out_of_loss_and_denominators_where_that_is_asked_for(folder, packed):
+    batch = batch_of(GROUPS, rewards=MIXED)
+    cut = dataclasses.replace(batch, truncated=np.array([0, 0, 1, 0, 0, 0], bool))
+    plain = learner_of(folder, type="dapo").update(cut, 1, lambda: False)
+    masked = learner_of(
+        folder, type="dapo", parameters=ALGORITHMS["dapo"].parameters | {"mask_truncated": True}
+    ).update(cut, 1, lambda: False)
+    assert packed == [2, 1]
+    assert masked["advantage/std"] == plain["advantage/std"], "it still counts in its group"
+    assert masked["loss/policy"] != pytest.approx(plain["loss/policy"])
+
+
+def test_bypassing_the_old_policy_saves_its_pass(folder, monkeypatch):
+    learner = learner_of(folder, correction=CorrectionConfig(bypass=True), updates_per_step=3)
+    monkeypatch.setattr(learner.policy, "score", None)
+    assert learner.update(batch_of(GROUPS, rewards=MIXED), 1, lambda: False)["actor/skipped"] == 0.0

@@ -133,6 +133,29 @@ def test_logprobs_in_chunks_equal_dense_ones_with_their_gradients(monkeypatch, t
     torch.testing.assert_close(torch.autograd.grad((chunked * scale).sum(), inputs), expected)
 
 
+@pytest.mark.parametrize("trained_head", [False, True])
+def test_the_entropy_has_its_gradient_where_it_is_trained(monkeypatch, trained_head):
+    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", 4 * 13)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(13, 5, generator=generator, dtype=torch.float64, requires_grad=trained_head)
+    target = torch.randint(13, (6,), generator=generator)
+
+    def both(hidden, weight):
+        logprobs, entropy = token_logprobs(hidden, weight, target, 0.7, entropy_gradient=True)
+        return logprobs.sin() + 3 * entropy.cos()
+
+    assert torch.autograd.gradcheck(both, (hidden, weight))
+    assert not token_logprobs(hidden, weight, target, 0.7)[1].requires_grad
+
+
+def test_the_entropy_of_certainty_has_a_finite_gradient():
+    hidden = torch.tensor([[1000.0]], requires_grad=True)
+    _, entropy = token_logprobs(hidden, torch.tensor([[1.0], [-1.0]]), torch.tensor([1]), 1.0, entropy_gradient=True)
+    entropy.sum().backward()
+    assert hidden.grad.tolist() == [[0.0]]
+
+
 def test_logprobs_of_extreme_logits_are_finite_with_a_finite_gradient():
     hidden = torch.tensor([[1000.0], [-1000.0]], requires_grad=True)
     logprobs, entropy = token_logprobs(hidden, torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 1]), 1.0)

@@ -218,7 +218,7 @@ def test_a_name_held_by_another_is_told_and_nothing_is_applied():
 
 INVALID = {
     "a rule": ({"algorithm": {"type": "grpo", "totalSteps": 2, "groupSize": 1}}, "groupSize"),
-    "not built": ({"algorithm": {"type": "ppo", "totalSteps": 2}}, "not built yet"),
+    "not built": ({"checkpoint": {"resumeFrom": "s3://team-a/miles/a"}}, "not built yet"),
     "no cluster": ({"store": {"uri": "file:///tmp/store"}}, "pods share no folder"),
     "unknown field": ({"colour": "red"}, "colour"),
 }
@@ -237,7 +237,7 @@ def test_an_invalid_spec_is_told_and_starts_nothing(spec, text):
 
 def test_a_running_job_whose_spec_became_invalid_is_left_alone_and_goes_on_once_mended(story):
     good = copy.deepcopy(story.job["spec"])
-    story.edit(algorithm={"type": "ppo", "totalSteps": 200})
+    story.edit(algorithm={"type": "grpo", "totalSteps": 200, "groupSize": 1})
     plan = story.look()
     assert (plan.apply, plan.delete) == ((), ())
     assert story.status["phase"] == "Running"

@@ -161,13 +161,14 @@ def configure(folder: pathlib.Path, changes: dict[str, Any]) -> RunConfig:
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
         tokenizer_folder(folder)
     sampling = SamplingConfig(temperature=0.9, max_new_tokens=20)
+    algorithm = {"type": "grpo", "group_size": GROUP, **changes.pop("algorithm", {})}
     return RunConfig(
         name="test",
         run_id="1",
         model=ModelConfig(uri="file:///model", path=str(folder)),
         data=DataConfig(sets=[PromptSetConfig(name="rows", uri=str(prompts))]),
         rewards=[],
-        algorithm=AlgorithmConfig(type="grpo", total_steps=9, prompts_per_step=4, group_size=GROUP, sampling=sampling),
+        algorithm=AlgorithmConfig(total_steps=9, prompts_per_step=4, sampling=sampling, **algorithm),
         rollout=RolloutConfig(**{"max_model_len": 100, **changes}),
         evaluation=EvaluationConfig(
             sets=[
@@ -231,6 +232,25 @@ def test_leased_prompts_come_back_as_whole_groups_with_the_very_ids_that_were_sa
         assert {frozenset(asked) for asked in stage.scorer.asked} == {TOLD | source.columns} == {TOLD | {"level"}}
 
     play(test)
+
+
+def test_a_greedy_baseline_is_one_more_sample_that_is_scored_and_not_trained(play: Any) -> None:
+    async def test(stage: Stage) -> None:
+        asked = []
+        generate = stage.engine.generate
+
+        async def watched(prompt_ids: list[int], n: int, sampling: Any) -> list[Completion]:
+            asked.append((n, sampling.temperature))
+            return await generate(prompt_ids, n, sampling)
+
+        stage.engine.generate = watched  # type: ignore[method-assign]
+        await stage.trainer.grant(stage.worker, {0: 0})
+        samples = (await stage.delivers(0))[0].rollouts
+        assert asked == [(GROUP - 1, 0.9), (1, 0.0)]
+        assert [sample.invalid for sample in samples] == [None] * (GROUP - 1) + ["greedy baseline"]
+        assert samples[-1].reward == 0.0
+
+    play(test, algorithm={"type": "remax", "group_size": GROUP - 1})
 
 
 def test_every_eos_id_is_sent_and_a_truncated_row_is_left_as_it_was_sampled(play: Any) -> None:

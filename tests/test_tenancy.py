@@ -62,9 +62,16 @@ spec:
     weightDecay: "0.125"
     maxGradNorm: "1.75"
     clip: {low: "0.375", high: "0.625"}
-    kl: {coefficient: "0.875"}
-    correction: {cap: "2.25"}
-    parameters: {dualClip: "0.4375"}
+    kl: {coefficient: "0.875", target: "0.03125"}
+    entropyCoefficient: "0.015625"
+    correction:
+      cap: "2.25"
+      band: {low: "0.265625", high: "3.0625"}
+      sequenceBand: {low: "0.28125", high: "3.125"}
+      veto: "0.0078125"
+    parameters:
+      {dualClip: "0.4375", gamma: "0.96875", overlongBuffer: "0.34375", overlongPenalty: "0.40625",
+       gaeLambda: "0.953125", valueClip: "0.1875", valueRegularization: "0.00390625", criticLearningRateScale: "3.25"}
   rollout:
     image: marked.example/rollout
     resources: {requests: {marked.example/r-request: 3}, limits: {marked.example/r-limit: 4}}

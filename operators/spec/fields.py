@@ -102,6 +102,8 @@ SignedRate = Annotated[str, text(32, f"-?{_RATE}", 'write a decimal number in qu
 
 OWN_RATE = Between(0, 1_000_000)
 """Bounds of the rates among an algorithm's own parameters."""
+OWN_COUNT = 1_000_000
+"""Largest whole number among them."""
 
 
 def is_rate(value: str) -> bool:

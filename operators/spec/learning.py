@@ -7,9 +7,20 @@ import pydantic
 from pydantic import Field
 from pydantic.alias_generators import to_camel
 
-from operators.spec.fields import OWN_RATE, Between, Model, OneOf, Parameters, Rate, StoreUri, not_built, text
+from operators.spec.fields import (
+    OWN_COUNT,
+    OWN_RATE,
+    Between,
+    Model,
+    OneOf,
+    Parameters,
+    Rate,
+    StoreUri,
+    not_built,
+    text,
+)
 from operators.spec.inputs import EvaluationSet
-from pipeline.algorithms.registry import ALGORITHMS, PLANNED
+from pipeline.algorithms.registry import ALGORITHMS, PARAMETERS
 
 _TRUNCATING = ("topP", "topK", "minP", "repetitionPenalty", "presencePenalty", "frequencyPenalty", "minTokens")
 
@@ -17,14 +28,26 @@ _TRUNCATING = ("topP", "topK", "minP", "repetitionPenalty", "presencePenalty", "
 @functools.cache
 def _own_parameters() -> dict[str, Any]:
     """The parameters of all algorithms, as one object."""
-    owners: dict[str, list[str]] = {}
+    owners: dict[str, dict[str, bool | int | float]] = {}
     for algorithm, entry in ALGORITHMS.items():
         for name, default in entry.parameters.items():
-            assert isinstance(default, float), "rates are the only kind so far"
-            owners.setdefault(to_camel(name), []).append(algorithm)
-    rate = pydantic.TypeAdapter(Annotated[Rate, OWN_RATE]).json_schema()
-    properties = {name: rate | {"description": f"Of {', '.join(of)}."} for name, of in owners.items()}
+            owners.setdefault(name, {})[algorithm] = default
+    properties = {to_camel(name): _own_parameter(PARAMETERS[name], of) for name, of in owners.items()}
     return {"type": "object", "properties": properties, "default": {}}
+
+
+def _own_parameter(text: str, defaults: dict[str, bool | int | float]) -> dict[str, Any]:
+    """`defaults`: by algorithm; all of one kind."""
+    (kind,) = {type(default) for default in defaults.values()}
+    shown = {name: str(default).lower() if kind is bool else f"{default:g}" for name, default in defaults.items()}
+    values = set(shown.values())
+    of = f"Default: {values.pop()}" if len(values) == 1 else f"Default: {', '.join(map(' '.join, shown.items()))}"
+    schema: dict[str, Any] = {"type": "boolean"}
+    if kind is int:
+        schema = {"type": "integer", "minimum": 0, "maximum": OWN_COUNT}
+    elif kind is float:
+        schema = pydantic.TypeAdapter(Annotated[Rate, OWN_RATE]).json_schema()
+    return schema | {"description": f"Of {', '.join(shown)}: {text}. {of}."}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -56,9 +79,10 @@ class Clip(Model):
     """Bounds of the ratio of new to old probabilities, as distances from 1."""
 
     low: Annotated[Rate, Between(0, 0.999, above=True)] | None = None
-    """Below 1; less than "1". Default: the algorithm's own (grpo: "0.2")."""
+    """Below 1; less than "1". Default: the algorithm's own ("0.2"; gspo "0.0003", cispo no bound)."""
     high: Annotated[Rate, Between(0, 100, above=True)] | None = None
-    """Above 1. Default: the algorithm's own (grpo: "0.28")."""
+    """Above 1. Default: the algorithm's own ("0.2"; grpo and dapo "0.28", gspo "0.0004", cispo "4": weights up
+    to 5)."""
 
 
 class Kl(Model):
@@ -70,22 +94,49 @@ class Kl(Model):
     """Whether it is added to the loss or taken from the reward of each token."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the divergence. k1 has no gradient as a loss and is refused there."""
+    target: Annotated[Rate, Between(0, 100, above=True)] | None = None
+    """Divergence per token, in nats, that the coefficient is steered towards after every step, from the one above.
+    Default: the coefficient stays as it is."""
+    horizon: Annotated[int, Field(ge=1, le=1_000_000_000)] = 10_000
+    """With target: completions over which the coefficient changes by the relative error (of at most 0.2); the fewer,
+    the faster. At least promptsPerStep times groupSize is sensible."""
+
+
+class Band(Model):
+    """Bounds of a ratio of probabilities, trainer by sampler."""
+
+    low: Annotated[Rate, Between(0, 1)] = "0.5"
+    """Lower bound."""
+    high: Annotated[Rate, Between(1, 1_000_000)] = "5"
+    """Upper bound."""
 
 
 class Correction(Model):
-    """Correction for the difference between the policy that sampled and the one that is trained."""
+    """Correction for the difference between the policy that sampled and the one that is trained. What is rejected
+    adds nothing to the loss, but counts in its denominators."""
 
-    type: Literal["none", "token-tis"] = "token-tis"
-    """token-tis: each token's loss is weighted by the ratio of the two probabilities, up to cap."""
+    type: Literal["none", "token-tis", "masked-is"] = "token-tis"
+    """token-tis: each token's loss is weighted by the ratio of the two probabilities, up to cap. masked-is: by the
+    ratio where it lies in the band, and rejected elsewhere."""
     cap: Annotated[Rate, Between(1, 1000)] = "2"
-    """Largest weight of a token."""
+    """Largest weight of a token, with token-tis."""
+    band: Band = Band()
+    """Ratios of tokens that masked-is keeps."""
+    sequence_band: Band | None = None
+    """A completion is rejected if the geometric mean of its tokens' ratios lies outside. Default: none is."""
+    veto: Annotated[Rate, Between(0, 1)] = "0"
+    """A completion is rejected if the ratio of one of its tokens is lower, such as "1e-4". "0": none is."""
+    bypass: bool = False
+    """Take the sampler's probabilities for those before the update: saves a forward pass where updatesPerStep is above
+    1, corrects nothing, and clips against the sampler."""
 
 
 class Algorithm(Model):
     """What is optimised, and how fast."""
 
-    type: Annotated[str, OneOf([*ALGORITHMS, *PLANNED]), not_built(f"use {' or '.join(ALGORITHMS)}", values=PLANNED)]
-    """The algorithm. grpo: group-relative advantages with a clipped surrogate loss."""
+    type: Annotated[str, OneOf(ALGORITHMS)]
+    """The algorithm; pipeline/algorithms/README.md has a table. Clip bounds, aggregation and parameters have defaults
+    that depend on it."""
     total_steps: Annotated[int, Field(ge=1, le=10_000_000)]
     """Training steps after which the job is complete."""
     prompts_per_step: Annotated[int, Field(ge=1, le=65_536)] = 16
@@ -113,16 +164,17 @@ class Algorithm(Model):
     """Bounds of the probability ratio."""
     kl: Kl = Kl()
     """A pull towards the base model; off by default."""
+    entropy_coefficient: Annotated[Rate, Between(0, 100)] = "0"
+    """Weight of the policy's entropy, per token in nats, which is taken from the loss: keeps it exploring."""
     correction: Correction = Correction()
     """Correction for off-policy data."""
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] | None = None
     """How the losses of tokens become one number. token-mean: every token of the batch counts alike. Default: the
-    algorithm's own (grpo: token-mean)."""
+    algorithm's own (token-mean; dr-grpo constant, gspo seq-mean-token-mean)."""
     parameters: Annotated[
         Parameters, pydantic.BeforeValidator(_without_nulls), pydantic.WithJsonSchema(_own_parameters())
     ] = {}
-    """Parameters that only this algorithm knows; rates among them are strings. grpo: dualClip bounds the loss of tokens
-    with a negative advantage, "0" is no bound."""
+    """Parameters that only some algorithms know; rates among them are strings."""
 
 
 class Evaluation(Model):

@@ -1,10 +1,12 @@
 """Estimators of KL(π‖π_ref) from one sampled token: k1, k2, k3 (J. Schulman, joschu.net/blog/kl-approx)."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.algorithms.ratios import log_ratio
+
+LARGEST_ERROR = 0.2
+"""Bound of the relative error that the adaptive coefficient follows."""
 
 
 def estimate(estimator: str, logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -21,6 +23,10 @@ def estimate(estimator: str, logprobs: Tensor, reference: Tensor) -> Tensor:
     return torch.exp(-difference) - 1 + difference
 
 
-def penalised(rewards: np.ndarray, divergence: np.ndarray, coefficient: float) -> np.ndarray:
-    """Rewards [N] less coefficient × divergence [N], the sum of the sample's token estimates (kl_placement: reward)."""
-    return rewards - coefficient * divergence
+def adapted(coefficient: float, divergence: float, target: float, samples: int, horizon: int) -> float:
+    """The coefficient after a step of `samples` whose mean KL per token was `divergence` nats (arXiv:1909.08593).
+
+    β·(1 + e·samples/horizon), e = divergence/target − 1 within ±0.2.
+    """
+    error = min(max(divergence / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+    return coefficient * (1 + error * samples / horizon)

@@ -2,10 +2,12 @@
 
 Only the decoder runs on all tokens; the head runs on the hidden states that predict a response token. No dropout
 anywhere: the same weights score the same tokens alike, whether a gradient is wanted or not.
-With LoRA the base is frozen and the reference policy is the base with the adapter disabled: no second copy.
+With LoRA the base is frozen and plays up to four roles without a second copy: the policy (an adapter), the reference
+(adapters disabled), the critic (another adapter and a value head), and the critic as it began (adapters disabled, which
+begin as zero, and the head's initial weights).
 """
 
 from pipeline.model.export import adapter_files, full_files
-from pipeline.model.policy import Policy, build
+from pipeline.model.policy import CRITIC, Policy, build, of_critic
 
-__all__ = ["Policy", "adapter_files", "build", "full_files"]
+__all__ = ["CRITIC", "Policy", "adapter_files", "build", "full_files", "of_critic"]

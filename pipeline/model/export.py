@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline import distributed
-from pipeline.model.policy import Policy
+from pipeline.model.policy import Policy, of_critic
 
 MAX_SHARD = "5GB"
 
@@ -21,7 +21,9 @@ MAX_SHARD = "5GB"
 def adapter_files(policy: Policy, folder: str | os.PathLike[str]) -> None:
     """adapter_config.json and adapter_model.safetensors (float32), as PEFT writes them."""
     assert isinstance(policy.model, peft.PeftModel)
-    tensors = _gather({name: value for name, value in policy.model.state_dict().items() if "lora_" in name})
+    tensors = _gather(
+        {name: value for name, value in policy.model.state_dict().items() if "lora_" in name and not of_critic(name)}
+    )
     if distributed.rank() == 0:
         named = peft.get_peft_model_state_dict(policy.model, state_dict=tensors)
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,9 @@
 """Building the policy from a Hugging Face folder, and its forward pass."""
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import peft
@@ -16,6 +18,8 @@ from pipeline.config import LoraConfig, RunConfig, TrainerConfig
 from pipeline.model import attention
 from pipeline.model.logprobs import token_logprobs
 
+ACTOR, CRITIC = "default", "critic"
+"""Names of the adapters; the first is PEFT's own."""
 NAMED = 3
 """Tensors that an error names."""
 
@@ -23,13 +27,31 @@ NAMED = 3
 class Policy(nn.Module):
     """`model` is a transformers causal model, or a PEFT model around one. Always in evaluation mode: no dropout."""
 
-    def __init__(self, model: nn.Module, temperature: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, temperature: float, dtype: torch.dtype, entropy_gradient: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.entropy_gradient = entropy_gradient
+        """Whether entropies are trained; without it they are only reported."""
         self.dtype = dtype
         """What it computes in; parameters that are trained may be kept in float32."""
+        self.value_head: nn.Linear | None = None
+        self.initial_value: Tensor  # [1, D], where there is a value head
         self.train(False)
+
+    def add_value_head(self, seed: int, trained: bool) -> None:
+        """Values near 0 at first: the same small random weights on every rank and in every attempt, kept as they are
+        beside the head that is trained."""
+        width = self.base.config.get_text_config().hidden_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.value_head = nn.Linear(width, 1, dtype=torch.float32)
+            nn.init.normal_(self.value_head.weight, std=1 / (width + 1))
+        nn.init.zeros_(self.value_head.bias)
+        self.value_head.requires_grad_(trained)
+        self.register_buffer("initial_value", self.value_head.weight.detach().clone())
 
     @property
     def base(self) -> transformers.PreTrainedModel:
@@ -47,8 +69,11 @@ class Policy(nn.Module):
         """Stays in evaluation mode; whether gradients flow is the caller's choice (torch.no_grad)."""
         return super().train(False)
 
-    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies (nats) of the R response tokens at the sampling temperature, float32 [R]."""
+    def forward(self, micro_batch: MicroBatch, value: str | None = None) -> tuple[Tensor, ...]:
+        """Log-probabilities and entropies (nats) of the R response tokens at the sampling temperature, float32 [R].
+
+        `value`: instead, the value of the state before each token, by the head that is `trained` or the `initial` one.
+        """
         device = next(self.parameters()).device
         hidden = self.base.base_model(
             input_ids=torch.as_tensor(micro_batch.input_ids, device=device)[None],
@@ -57,8 +82,29 @@ class Policy(nn.Module):
             use_cache=False,
         ).last_hidden_state[0]
         source = torch.as_tensor(micro_batch.source, device=device)
+        if value:
+            return (self._values(hidden[source], value),)
         target = torch.as_tensor(micro_batch.target, device=device)
-        return token_logprobs(hidden[source], self.base.get_output_embeddings().weight, target, self.temperature)
+        head = self.base.get_output_embeddings().weight
+        return token_logprobs(hidden[source], head, target, self.temperature, entropy_gradient=self.entropy_gradient)
+
+    def _values(self, hidden: Tensor, head: str) -> Tensor:
+        assert self.value_head is not None
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        if head == "initial":
+            return wide @ self.initial_value[0].to(wide.dtype)
+        return self.value_head(wide)[:, 0]
+
+    def values(self, micro_batch: MicroBatch) -> Tensor:
+        """The critic's values [R], with gradient. With LoRA `adapter` must be CRITIC until that has been taken, since
+        layers may be computed again in the backward pass."""
+        return self(micro_batch, "trained")[0]
+
+    @torch.no_grad()
+    def score_values(self, micro_batch: MicroBatch) -> Tensor:
+        """The critic's values [R] without a gradient."""
+        with self.adapter(CRITIC):
+            return self.values(micro_batch)
 
     @torch.no_grad()
     def score(self, micro_batch: MicroBatch) -> Tensor:
@@ -67,24 +113,40 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def reference(self, micro_batch: MicroBatch) -> Tensor:
-        """Log-probabilities [R] of the frozen base, its adapter disabled. LoRA only."""
-        assert isinstance(self.model, peft.PeftModel), "full fine-tuning needs a second, frozen policy as its reference"
-        # Not PEFT's disable_adapter: it switches requires_grad off and on of whatever parameters FSDP shows just then.
+        """Log-probabilities [R] of the frozen base, its adapters disabled; another policy in full fine-tuning."""
+        assert not any(each.requires_grad for each in self.base.get_input_embeddings().parameters()), "it is trained"
+        with self.adapter(None):
+            return self(micro_batch)[0]
+
+    @torch.no_grad()
+    def initial_values(self, micro_batch: MicroBatch) -> Tensor:
+        """Values [R] of the critic as it began: its adapter was zero, its head is kept."""
+        with self.adapter(None):
+            return self(micro_batch, "initial")[0]
+
+    @contextlib.contextmanager
+    def adapter(self, name: str | None) -> Iterator[None]:
+        """Compute with the adapter ACTOR (as otherwise), CRITIC, or none; nothing changes without adapters."""
+        # Not PEFT's own switches: they set requires_grad of whatever parameters FSDP shows just then.
         adapted = [part for part in self.modules() if isinstance(part, BaseTunerLayer)]
         try:
             for part in adapted:
-                part._disable_adapters = True
-            return self(micro_batch)[0]
+                part._disable_adapters, part._active_adapter = name is None, [name or ACTOR]
+            yield
         finally:
             for part in adapted:
-                part._disable_adapters = False
+                part._disable_adapters, part._active_adapter = False, [ACTOR]
 
 
-def build(config: RunConfig, device: torch.device, *, frozen: bool = False) -> Policy:
+def build(
+    config: RunConfig, device: torch.device, *, frozen: bool = False, critic: bool = False, policy: bool = True
+) -> Policy:
     """The policy of `config`, on the CPU and whole (see distributed.shard), to compute on `device`.
 
     Trained parameters are float32 whatever it computes in, frozen ones of the type it computes in. `frozen`: nothing
-    is trained, as in the reference of full fine-tuning. Raises ValueError for a model that cannot be trained.
+    is trained, as in the reference of full fine-tuning. `critic`: there is a value head, and with LoRA an adapter of
+    its own on the same base; not `policy`: nothing else, the language model's head is left out. Raises ValueError for
+    a model that cannot be trained.
     """
     trainer = config.trainer
     dtype = compute_dtype(trainer, device)
@@ -95,11 +157,15 @@ def build(config: RunConfig, device: torch.device, *, frozen: bool = False) -> P
     temperature = config.algorithm.sampling.temperature
     _check_scores(Policy(model, temperature, dtype), config.model.uri)
     if trainer.lora is not None and not frozen:
-        model = _with_adapter(model, trainer.lora, config)
-    policy = Policy(model, temperature, dtype)
-    for layer in policy.layers:
+        model = _with_adapters(model, trainer.lora, config, [ACTOR, CRITIC] if critic else [ACTOR])
+    if not policy:
+        model.set_output_embeddings(nn.Identity())
+    built = Policy(model, temperature, dtype, entropy_gradient=config.algorithm.entropy_coefficient > 0)
+    if critic:
+        built.add_value_head(trainer.seed, trained=not frozen)
+    for layer in built.layers:
         _optimise(layer, trainer)
-    return policy
+    return built
 
 
 def _load(config: RunConfig, dtype: torch.dtype) -> Any:
@@ -135,8 +201,13 @@ def compute_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, trainer.dtype)
 
 
-def _with_adapter(model: Any, lora: LoraConfig, config: RunConfig) -> peft.PeftModel:
-    """The adapter starts as zero; its random half is the same on every rank and in every attempt."""
+def of_critic(name: str) -> bool:
+    """Whether a parameter of that name is the critic's: in its adapter or head, or below a module called critic."""
+    return bool({CRITIC, "value_head"} & set(name.split(".")))
+
+
+def _with_adapters(model: Any, lora: LoraConfig, config: RunConfig, names: list[str]) -> peft.PeftModel:
+    """Adapters start as zero; their random half is the same on every rank and in every attempt."""
     alpha: Any = lora.alpha  # PEFT divides it by the rank; it need not be whole
     settings = peft.LoraConfig(
         r=lora.rank, lora_alpha=alpha, target_modules=lora.targets, lora_dropout=0.0, task_type="CAUSAL_LM"
@@ -145,6 +216,8 @@ def _with_adapter(model: Any, lora: LoraConfig, config: RunConfig) -> peft.PeftM
         torch.manual_seed(config.trainer.seed)
         try:
             adapted = peft.get_peft_model(model, settings)
+            for name in names[1:]:
+                adapted.add_adapter(name, dataclasses.replace(settings))
         except ValueError as error:
             raise ValueError(f"trainer.lora.targets: {lora.targets}: {error}") from None
     base: Any = adapted.get_base_model()
@@ -155,6 +228,8 @@ def _with_adapter(model: Any, lora: LoraConfig, config: RunConfig) -> peft.PeftM
         )
     settings.target_modules = sorted(settings.target_modules)  # type: ignore[arg-type]
     settings.base_model_name_or_path = config.model.uri
+    for name, parameter in adapted.named_parameters():
+        parameter.requires_grad_("lora_" in name)
     return adapted  # type: ignore[return-value]
 
 

@@ -42,6 +42,7 @@ SECTIONS: dict[str, tuple[Curve, ...]] = {
         Curve("Gradient norm", {"actor/grad_norm": "before clipping"}),
         Curve("Clipped tokens", {"actor/clip_frac": "all", "actor/clip_frac_high": "above"}, "%"),
         Curve("KL to the previous policy", {"actor/ppo_kl": "mean"}, "nats"),
+        Curve("KL to the base", {"actor/reference_kl": "per token", "actor/kl_coefficient": "coefficient"}),
         Curve("Advantage", {"advantage/mean": "mean", "advantage/std": "standard deviation"}),
         Curve("Learning rate", {"actor/lr": "learning rate"}, plain=True),
         Curve("Critic", {"critic/explained_var": "explained variance", "critic/clip_frac": "clipped"}),
