@@ -30,7 +30,7 @@ def test_the_operator_loads_neither_torch_nor_vllm():
 
 
 def test_the_operator_sees_only_the_contracts_of_the_data_plane():
-    registries = {"pipeline.algorithms.registry", "pipeline.rewards.registry"}
+    registries = {f"pipeline.{name}.registry" for name in ("algorithms", "environments", "rewards")}
     seen = {name for name in loaded("operators") if name.startswith("pipeline.")}
     assert seen <= {"pipeline.config", *registries, *(name.rpartition(".")[0] for name in registries)}
 

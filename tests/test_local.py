@@ -494,5 +494,7 @@ def test_local_runs_without_torch_vllm_or_the_data_plane() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "vllm", "transformers", "numpy", "kopf", "kubernetes"} & set(loaded)
     ours = {name for name in loaded if name.startswith("pipeline.")}
-    registries = {f"pipeline.{part}{end}" for part in ("algorithms", "rewards") for end in ("", ".registry")}
+    registries = {
+        f"pipeline.{part}{end}" for part in ("algorithms", "environments", "rewards") for end in ("", ".registry")
+    }
     assert ours <= registries | {"pipeline.config"}

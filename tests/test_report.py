@@ -209,10 +209,15 @@ def test_wilsons_interval_stays_inside_zero_and_one():
 
 def test_shown_advantages_are_those_of_the_algorithm_over_the_whole_step(run_folder):
     from pipeline.algorithms import grpo
+    from pipeline.algorithms.samples import Samples
+    from pipeline.config import AlgorithmConfig
 
     samples = data_of(report(run_folder))["rollouts"]["trained"][3]["groups"][0]["samples"]
     rewards, valid = np.array([0.0, 1.0, 1.0, np.nan]), np.array([True, True, True, False])
-    expected = grpo.advantages(rewards, valid, np.zeros(4, int))
+    expected = grpo.advantages(
+        Samples(rewards, valid, np.zeros(4, int), np.ones(4, int)),
+        AlgorithmConfig(type="grpo", total_steps=1, prompts_per_step=1, group_size=4),
+    )
     assert [sample["advantage"] for sample in samples] == [*map(pytest.approx, expected[:3]), None]
     assert samples[3]["invalid"] == "correct: timed out"
 

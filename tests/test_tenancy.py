@@ -45,7 +45,10 @@ spec:
         fields: {prompt: marked-column, answer: marked-answer}
         weight: "1.25"
       - {generator: reasoning-gym/marked_generator, parameters: {marked-parameter: marked-value}}
-  environment: {name: marked-environment, parameters: {marked-turns: marked-turns-value}}
+  environment:
+    class: marked_environment.py:Marked
+    from: {configMap: marked-environment}
+    parameters: {marked-turns: marked-turns-value}
   rewards:
     - {name: marked-file, function: "marked.py:function", from: {configMap: marked-config-map}}
     - {name: marked-endpoint, endpoint: "https://marked.example/score"}
@@ -122,6 +125,7 @@ REACHING = {
     "metadata.uid": "a label and the owner reference",
     "spec.model.secretRef.name": "environment, by secretKeyRef",
     "spec.rewards.name": "names of volumes, mounts and reward models, and labels",
+    "spec.environment.from.configMap": "a volume, by ConfigMap",
     "spec.rewards.from.configMap": "a volume, by ConfigMap",
     "spec.rewards.model.resources.requests": "resources",
     "spec.rewards.model.resources.limits": "resources",
@@ -330,6 +334,8 @@ SMUGGLED = {
     "spec.model.secretRef.namespace": "kube-system",
     "spec.rewards[0].from.namespace": "kube-system",
     "spec.rewards[0].from.secret": "admin",
+    "spec.environment.from.namespace": "kube-system",
+    "spec.environment.from.secret": "admin",
     "spec.rollout.template.env[0].valueFrom.configMapKeyRef": {"name": "x", "key": "y"},
     "spec.rollout.template.env[0].valueFrom.fieldRef": {"fieldPath": "spec.serviceAccountName"},
     "spec.rollout.template.env[1].valueFrom.secretKeyRef.namespace": "kube-system",

@@ -27,8 +27,12 @@ NAMES = {
     "algorithm.kl_coefficient": "algorithm.kl.coefficient",
     "algorithm.kl_estimator": "algorithm.kl.estimator",
     "algorithm.kl_placement": "algorithm.kl.placement",
-    "algorithm.correction": "algorithm.correction.type",
-    "algorithm.correction_cap": "algorithm.correction.cap",
+    "algorithm.kl_target": "algorithm.kl.target",
+    "algorithm.kl_horizon": "algorithm.kl.horizon",
+    "algorithm.correction.low": "algorithm.correction.band.low",
+    "algorithm.correction.high": "algorithm.correction.band.high",
+    "algorithm.correction.sequence_low": "algorithm.correction.sequenceBand.low",
+    "algorithm.correction.sequence_high": "algorithm.correction.sequenceBand.high",
 }
 """Field of RunConfig → field of the RLJob (below spec), where that is not the same name in camelCase."""
 UNITS = {"_s": "_seconds", "_mib": "_mebibytes"}

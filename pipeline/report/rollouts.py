@@ -1,15 +1,17 @@
 """Real rollouts for the report's browser: some samples of some steps, as they lie in the store."""
 
+import functools
 import importlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from pipeline.algorithms.registry import ALGORITHMS
-from pipeline.config import RunConfig
-from pipeline.experience import Rollout, RolloutGroup
+from pipeline.algorithms.samples import Samples
+from pipeline.config import AlgorithmConfig, RunConfig
+from pipeline.experience import GREEDY, Rollout, RolloutGroup
 from pipeline.report import history
 from pipeline.report.history import History
 from pipeline.storage import Storage
@@ -23,8 +25,8 @@ CHARACTERS = 12_000_000
 TEXT_LIMITS = (8000, 2000, 500)
 """Characters of one text, tried in order."""
 
-Estimator = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""(rewards [N] float64, valid [N] bool, group number [N]) → advantages [N]."""
+Estimator = Callable[[Samples], np.ndarray]
+"""Advantages of all response tokens, laid end to end."""
 Chosen = list[tuple[RolloutGroup, list[float | None]]]
 """Groups, each with the advantages of its samples."""
 
@@ -57,27 +59,49 @@ async def browse(storage: Storage, config: RunConfig, past: History) -> tuple[di
 
 
 def estimator_of(config: RunConfig) -> Estimator | None:
-    """The algorithm's own advantages; None where this release has no such algorithm, or where its module cannot be
-    imported: it holds the loss too (torch)."""
-    if config.algorithm.type not in ALGORITHMS:
+    """The algorithm's own advantages; None where they are more than the samples tell, see no_advantages."""
+    if lacking(config.algorithm):
         return None
     try:
-        found: Estimator = importlib.import_module(ALGORITHMS[config.algorithm.type].module).advantages
+        module = importlib.import_module(ALGORITHMS[config.algorithm.type].module)
     except ImportError:
         return None
-    return found
+    return functools.partial(module.advantages, config=config.algorithm)
+
+
+def lacking(config: AlgorithmConfig) -> str | None:
+    """What else than the samples the advantages were made of."""
+    if config.type not in ALGORITHMS:
+        return f"this release does not know the algorithm {config.type}"
+    if ALGORITHMS[config.type].critic:
+        return "they hang on the values of the critic, which are not kept"
+    if config.kl_coefficient and config.kl_placement == "reward":
+        return "they hang on the KL penalty of each token, which is not kept"
+    return None
 
 
 def advantages(groups: list[RolloutGroup], estimator: Estimator | None) -> list[list[float | None]]:
-    """Per group, as the trainer computed them from the whole step; None where a sample takes no part."""
+    """Per group and sample, as the trainer computed them from the whole step, the mean over its tokens; None where a
+    sample takes no part."""
     if estimator is None:
         return [[None] * len(group.rollouts) for group in groups]
-    samples = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
-    valid = np.array([rollout.invalid is None and rollout.reward is not None for _, rollout in samples], bool)
-    rewards = np.array([np.nan if rollout.reward is None else rollout.reward for _, rollout in samples], np.float64)
-    estimates = estimator(rewards, valid, np.array([number for number, _ in samples]))
-    found = iter([float(value) if took_part else None for value, took_part in zip(estimates, valid, strict=True)])
+    placed = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
+    baselines = {number: rollout.reward for number, rollout in placed if rollout.invalid == GREEDY}
+    samples = Samples(
+        rewards=_numbers(rollout.reward for _, rollout in placed),
+        valid=np.array([rollout.invalid is None and rollout.reward is not None for _, rollout in placed], bool),
+        groups=np.array([number for number, _ in placed]),
+        lengths=np.array([int(rollout.mask.sum()) for _, rollout in placed]),
+        baselines=_numbers(baselines.get(number) for number, _ in placed) if baselines else None,
+    )
+    of_tokens = np.split(estimator(samples), np.cumsum(samples.lengths)[:-1])
+    took_part = samples.valid & (samples.lengths > 0)
+    found = iter([float(each.mean()) if ok else None for each, ok in zip(of_tokens, took_part, strict=True)])
     return [[next(found) for _ in group.rollouts] for group in groups]
+
+
+def _numbers(rewards: Iterable[float | None]) -> np.ndarray:
+    return np.array([np.nan if reward is None else reward for reward in rewards], np.float64)
 
 
 def pick(groups: list[RolloutGroup], estimates: list[list[float | None]]) -> Chosen:
@@ -156,6 +180,7 @@ def omissions(past: History, wanted: int, found: int, limit: int) -> list[str]:
 
 
 def no_advantages(config: RunConfig) -> str:
-    if config.algorithm.type not in ALGORITHMS:
-        return f"Advantages are missing: this release does not know the algorithm {config.algorithm.type}."
-    return "Advantages are missing: their module needs a package that is not installed here (extra `trainer`)."
+    why = lacking(config.algorithm)
+    return (
+        f"Advantages are missing: {why or 'their module needs a package that is not installed here (extra trainer)'}."
+    )
