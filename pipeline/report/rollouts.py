@@ -180,7 +180,5 @@ def omissions(past: History, wanted: int, found: int, limit: int) -> list[str]:
 
 
 def no_advantages(config: RunConfig) -> str:
-    why = lacking(config.algorithm)
-    return (
-        f"Advantages are missing: {why or 'their module needs a package that is not installed here (extra trainer)'}."
-    )
+    why = lacking(config.algorithm) or "their module needs a package that is not installed here (extra `trainer`)"
+    return f"Advantages are missing: {why}."
