@@ -51,7 +51,7 @@ def stand_in_children(job: RLJob, **arguments: Any) -> list[dict[str, Any]]:
         pod = child.get("spec", {}).get("template", {}).get("spec", {})
         for container in [*pod.get("initContainers", []), *pod.get("containers", [])]:
             part = PARTS.get(container["command"][-1], "vllm")
-            container["command"], container["args"] = ["python", STAND_IN, part], []
+            container["command"], container["args"] = ["python", "-S", "-E", STAND_IN, part], []
             container["env"].append({"name": "STAND_IN_MODEL", "value": MODEL})
             for probe in ("startupProbe", "readinessProbe"):
                 if probe in container:
