@@ -18,6 +18,7 @@ from pipeline import experience
 from pipeline.config import RunConfig, load
 from pipeline.storage import Storage, open_storage
 from pipeline.trainer_log import Plan, decode
+from tests.s3server import S3Server
 
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = ROOT / "manifests/samples/tiny.yaml"
@@ -74,7 +75,7 @@ class Job:
                     rows[row["step"]] = row
         return [rows[step] for step in sorted(rows)]
 
-    def until_step(self, step: int, timeout_s: float = 300) -> None:
+    def until_step(self, step: int, timeout_s: float = 500) -> None:
         """Wait until `step` is trained, or the run is over."""
         deadline = time.monotonic() + timeout_s
         assert self.process is not None
@@ -150,6 +151,18 @@ def check_exactly_once(job: Job, steps: int) -> collections.Counter[str]:
     in_flight = max(trained) + 1 - len(trained) - sum(index < max(trained) for index in dropped)
     assert 0 <= in_flight <= config.max_staleness * config.prompts_per_step, "indices were passed over"
     return collections.Counter(drop.reason for plan in plans for drop in plan.drops)
+
+
+def check_learned(job: Job) -> None:
+    """The reward has risen from below 0.2 to above 0.8."""
+    rewards = [row["reward/mean"] for row in job.metrics()]
+    assert rewards[0] < 0.2
+    assert sum(rewards[-5:]) / 5 > 0.8, f"rewards {[round(reward, 2) for reward in rewards]}"
+
+
+def on_s3(server: S3Server) -> tuple[str, ...]:
+    """Settings for a store there."""
+    return ("spec.store.uri=s3://miles/jobs", f"spec.store.endpoint={server.endpoint}")
 
 
 @contextlib.contextmanager

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from tests import job, models
+from tests import job, models, s3server
 
-STEPS = 24
+STEPS = 30
 KINDS = ("worker", "vllm", "rank", "all")
 SHAPE = (
     f"spec.algorithm.totalSteps={STEPS}",
@@ -18,10 +18,12 @@ SHAPE = (
 )
 
 
-def check_survives(folder: pathlib.Path, kills: list[tuple[int, str]], randomness: random.Random) -> None:
+def check_survives(
+    folder: pathlib.Path, kills: list[tuple[int, str]], randomness: random.Random, *settings: str
+) -> None:
     """`kills`: (step after which, what), in order."""
     models.ensure("tiny", job.ROOT / ".cache/models/tiny")
-    with job.running(folder, *SHAPE) as run:
+    with job.running(folder, *SHAPE, *settings) as run:
         for step, part in kills:
             run.until_step(step)
             time.sleep(randomness.uniform(0, 2))
@@ -33,13 +35,17 @@ def check_survives(folder: pathlib.Path, kills: list[tuple[int, str]], randomnes
         workers_lived = all(part in ("rank", "all") for _, part in kills)
         assert set(drops) <= (set() if workers_lived else {"stale"}), drops
         assert [row["step"] for row in run.metrics()] == list(range(1, STEPS + 1))
+        job.check_learned(run)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_survives_the_death_of_each_of_its_processes_and_of_all_at_once(tmp_path: pathlib.Path) -> None:
-    kills = [(3, "worker"), (7, "rank"), (11, "vllm"), (16, "all")]
-    check_survives(tmp_path, kills, random.Random(0))
+def test_full_fine_tuning_learns_on_s3_although_worker_rank_and_then_all_processes_are_killed(
+    tmp_path: pathlib.Path, s3_server: s3server.S3Server
+) -> None:
+    """vLLM is killed in test_run.py."""
+    kills = [(3, "worker"), (7, "rank"), (13, "all")]
+    check_survives(tmp_path, kills, random.Random(0), *job.on_s3(s3_server))
 
 
 @pytest.mark.chaos
