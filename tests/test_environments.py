@@ -113,6 +113,7 @@ async def test_a_three_turn_tool_episode_equals_what_was_computed_by_hand(
         (False, "9"),
     ]
     assert (sample.completion, sample.finish_reason) == ("9", "stop")
+    assert [turn.reward for turn in sample.turns] == [-0.25, None, -0.25, None, 1.0]
     check_training(group, prompt, whole, mask, logprobs)
 
 
@@ -131,6 +132,8 @@ def check_training(
         "episode/observation_length_mean": float(len(whole) - 18),
     }
     assert metrics.of_responses(batch.lengths, batch.truncated)["response_length/mean"] == 18.0
+    assert batch.credits is not None
+    assert batch.credits.tolist() == [0.0] * 7 + [-0.25] + [0.0] * 7 + [-0.25] + [0.0, 1.0]
     ((part,),) = batching.pack(batch, batch.valid, ranks=1, max_tokens=1000)
     assert part.input_ids.tolist() == [*prompt, *whole[:-1]]
     assert part.position_ids.tolist() == list(range(len(prompt) + len(whole) - 1))
@@ -277,6 +280,17 @@ async def test_samples_whose_beginnings_differ_make_no_group(tmp_path: pathlib.P
     assert [sample.invalid for sample in samples[1:]] == [
         "environment: reset gave samples of one prompt different beginnings"
     ] * 2
+
+
+@pytest.mark.parametrize(("library", "rewards"), [("environment", [0.5, None, 2.0]), ("generator", [0.0, None, 0.0])])
+async def test_a_turns_reward_is_stored_as_it_counts_in_the_samples(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer, library: str, rewards: list[float | None]
+) -> None:
+    config = source(tmp_path, "return 'on', 1.0 if completion == 'a' else 4.0, completion == 'b'")
+    reward = RewardConfig(name="r", library=library, weight=0.5, timeout_s=30, on_error="zero")
+    async with sampling_with(config, Policy(tokenizer, "a", "b"), tokenizer, 1000, reward) as sampler:
+        (sample,) = (await group_of(sampler)).rollouts
+    assert [turn.reward for turn in sample.turns] == rewards
 
 
 async def test_other_rewards_are_told_the_conversation_and_its_last_turn(
