@@ -44,6 +44,7 @@ class Batch:
     steps: np.ndarray  # [N] int, `step` of the oldest version that made a token of the sample
     truncated: np.ndarray  # [N] bool: ended at the length limit
     baselines: np.ndarray | None = None  # [N] reward of the group's greedy completion, NaN where there is none
+    credits: np.ndarray | None = None  # [T] part of its sample's reward that came with the token
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -118,13 +119,14 @@ def _batch(table: pa.Table, groups: np.ndarray) -> Batch:
         table, groups = table.filter(pa.array(~greedy)).combine_chunks(), groups[~greedy]
         baselines = of_group[groups]
     completions = experience.ragged(table, "completion_ids")
+    mask, credits = experience.response_mask(table), experience.turn_rewards(table)
     rewards = table["reward"].to_numpy().astype(np.float64)
     scored = np.isfinite(rewards) & (np.diff(completions.offsets) > 0)
     return Batch(
         prompts=experience.ragged(table, "prompt_ids"),
         completions=completions,
         logprobs=experience.ragged(table, "logprobs"),
-        mask=Ragged(experience.response_mask(table), completions.offsets),
+        mask=Ragged(mask, completions.offsets),
         rewards=rewards,
         parts=_parts(table),
         valid=scored & table["invalid"].is_null().to_numpy(),
@@ -132,6 +134,7 @@ def _batch(table: pa.Table, groups: np.ndarray) -> Batch:
         steps=table["version_step"].to_numpy(),
         truncated=np.asarray(table["finish_reason"].to_pylist()) == "length",
         baselines=baselines,
+        credits=None if credits is None else credits[mask],
     )
 
 

@@ -14,6 +14,7 @@ engine returned (no token, a NaN logprob): their values are not checked, and are
 
 import dataclasses
 import io
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,14 @@ import pyarrow.parquet as pq
 
 from pipeline.versions import Version
 
-TURN = pa.struct([("start", pa.int32()), ("observation", pa.bool_()), ("text", pa.large_string())])
+TURN = pa.struct(
+    [
+        ("start", pa.int32()),
+        ("observation", pa.bool_()),
+        ("text", pa.large_string()),
+        ("reward", pa.float64()),  # part of the sample's reward
+    ]
+)
 SCHEMA = pa.schema(
     [
         pa.field("index", pa.int64(), nullable=False),  # prompt index, names the group
@@ -59,6 +67,7 @@ class Turn(NamedTuple):
     start: int  # index of its first token
     observation: bool  # written by the environment, not sampled
     text: str
+    reward: float | None = None  # what came with a turn of the policy, weighted: part of the sample's reward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,8 +159,7 @@ def encode(groups: list[RolloutGroup]) -> bytes:
         ],
         "created": [group.created for group, _, _ in rows],
         "turns": [
-            [{"start": turn.start, "observation": turn.observation, "text": _text(turn.text)} for turn in rollout.turns]
-            or None
+            [turn._replace(text=_text(turn.text) or "")._asdict() for turn in rollout.turns] or None
             for _, _, rollout in rows
         ],
     }
@@ -252,6 +260,8 @@ def _check_turns(table: pa.Table, valid: np.ndarray, lengths: np.ndarray) -> Non
             raise Damaged(f"row {row}: turns {starts} do not cover the completion in order")
         if observed[0] or observed[-1]:
             raise Damaged(f"row {row}: an observation without a sampled turn before and after it")
+        if not all(math.isfinite(turn["reward"] or 0.0) for turn in turns):
+            raise Damaged(f"row {row}: a turn's reward is not finite")
 
 
 def _check_spans(table: pa.Table, valid: np.ndarray, lengths: np.ndarray) -> None:
@@ -330,6 +340,20 @@ def response_mask(table: pa.Table) -> np.ndarray:
             start, stop = completions.offsets[row : row + 2]
             mask[start:stop] = _mask([Turn(**turn) for turn in turns], stop - start)
     return mask
+
+
+def turn_rewards(table: pa.Table) -> np.ndarray | None:
+    """[T] over the values of `completion_ids`: a turn's reward at its last token; None where no turn has one."""
+    completions = ragged(table, "completion_ids")
+    rewards = np.zeros(len(completions.values))
+    invalid = table.column("invalid")
+    for row, turns in _of_several_turns(table):
+        if invalid[row].as_py() is None:
+            start, stop = completions.offsets[row : row + 2]
+            ends = [*(start + turn["start"] for turn in turns[1:]), stop]
+            for turn, end in zip(turns, ends, strict=True):
+                rewards[end - 1] = turn["reward"] or 0.0
+    return rewards if rewards.any() else None
 
 
 def _of_several_turns(table: pa.Table) -> list[tuple[int, list[dict[str, Any]]]]:

@@ -314,7 +314,8 @@ class Sums:
 
 
 def _samples(batch: Batch, penalties: np.ndarray | None = None, values: np.ndarray | None = None) -> Samples:
-    return Samples(batch.rewards, batch.valid, batch.groups, batch.lengths, penalties, batch.baselines, values)
+    known = batch.rewards, batch.valid, batch.groups, batch.lengths
+    return Samples(*known, penalties, batch.baselines, values, batch.credits)
 
 
 def _of_critic(judged: Samples, returns: np.ndarray) -> Row:

@@ -158,7 +158,7 @@ class Sampler:
         self, completion: Completion, episode: Episode | None, version: Version, known: dict[str, object]
     ) -> Rollout:
         reason = episode.failure if episode else defect(completion, self.vocabulary_size)
-        turns = episode.turns if episode else []
+        turns = self._weighted(episode.turns) if episode else []
         if reason:
             return _rejected(version, reason, completion, turns)
         told = {
@@ -186,6 +186,11 @@ class Sampler:
             spans=[(0, version)],
             turns=turns,
         )
+
+    def _weighted(self, turns: Sequence[Turn]) -> list[Turn]:
+        """What the environment gave for a turn, as it counts in the sample's reward."""
+        weight = sum(config.weight for config in self.scorer.configs if config.library == "environment")
+        return [turn if turn.reward is None else turn._replace(reward=weight * turn.reward) for turn in turns]
 
 
 def _rejected(

@@ -1,6 +1,7 @@
 """pipeline.environments: episodes between a scripted policy and real environment processes."""
 
 import asyncio
+import dataclasses
 import math
 import os
 import pathlib
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline import batching, experience, metrics
+from pipeline.algorithms.samples import Samples
 from pipeline.clock import SystemClock
 from pipeline.config import EnvironmentConfig, RewardConfig
 from pipeline.experience import RolloutGroup
@@ -113,6 +115,7 @@ async def test_a_three_turn_tool_episode_equals_what_was_computed_by_hand(
         (False, "9"),
     ]
     assert (sample.completion, sample.finish_reason) == ("9", "stop")
+    assert [turn.reward for turn in sample.turns] == [-0.25, None, -0.25, None, 1.0]
     check_training(group, prompt, whole, mask, logprobs)
 
 
@@ -131,6 +134,9 @@ def check_training(
         "episode/observation_length_mean": float(len(whole) - 18),
     }
     assert metrics.of_responses(batch.lengths, batch.truncated)["response_length/mean"] == 18.0
+    assert batch.credits is not None
+    assert batch.credits.tolist() == [0.0] * 7 + [-0.25] + [0.0] * 7 + [-0.25] + [0.0, 1.0]
+    check_returns(batch)
     ((part,),) = batching.pack(batch, batch.valid, ranks=1, max_tokens=1000)
     assert part.input_ids.tolist() == [*prompt, *whole[:-1]]
     assert part.position_ids.tolist() == list(range(len(prompt) + len(whole) - 1))
@@ -164,6 +170,18 @@ async def test_over_http_each_turn_is_asked_with_the_ids_so_far(tmp_path: pathli
     assert {(len(body["prompt"]), body["max_tokens"]) for body in asked} == {
         (len(ids), left) for ids, left in zip(turns, (60, 58, 56), strict=True)
     }
+
+
+def check_returns(batch: batching.Batch) -> None:
+    """Rewards −.25, −.25 and 1 after the 8th, 16th and 18th token that the policy sampled; observations are skipped."""
+    samples = Samples(batch.rewards, batch.valid, batch.groups, batch.lengths, credits=batch.credits)
+    assert samples.discounted(samples.token_rewards, 1.0).tolist() == [0.5] * 8 + [0.75] * 8 + [1.0] * 2
+    halved = samples.discounted(samples.token_rewards, 0.5)
+    assert halved[15:].tolist() == [-0.25 + 0.25, 0.5, 1.0]
+    assert halved[7] == -0.25 + 0.5**8 * -0.25 + 0.5**10
+    assert samples.scores.tolist() == [0.5]
+    uncredited = dataclasses.replace(samples, credits=None)
+    assert uncredited.token_rewards.tolist() == [0.0] * 17 + [0.5]
 
 
 FAILURES = {
@@ -277,6 +295,17 @@ async def test_samples_whose_beginnings_differ_make_no_group(tmp_path: pathlib.P
     assert [sample.invalid for sample in samples[1:]] == [
         "environment: reset gave samples of one prompt different beginnings"
     ] * 2
+
+
+@pytest.mark.parametrize(("library", "rewards"), [("environment", [0.5, None, 2.0]), ("generator", [0.0, None, 0.0])])
+async def test_a_turns_reward_is_stored_as_it_counts_in_the_samples(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer, library: str, rewards: list[float | None]
+) -> None:
+    config = source(tmp_path, "return 'on', 1.0 if completion == 'a' else 4.0, completion == 'b'")
+    reward = RewardConfig(name="r", library=library, weight=0.5, timeout_s=30, on_error="zero")
+    async with sampling_with(config, Policy(tokenizer, "a", "b"), tokenizer, 1000, reward) as sampler:
+        (sample,) = (await group_of(sampler)).rollouts
+    assert [turn.reward for turn in sample.turns] == rewards
 
 
 async def test_other_rewards_are_told_the_conversation_and_its_last_turn(

@@ -26,6 +26,7 @@ from pipeline.experience import (
     ragged,
     response_mask,
     rows,
+    turn_rewards,
 )
 from pipeline.versions import Version
 
@@ -276,7 +277,7 @@ def episode(**changes) -> Rollout:
             "completion_ids": [7, 2, 4, 4, 4, 9],
             "logprobs": [-0.5, -0.25, NAN, NAN, NAN, -1.0],
             "spans": [(0, V3)],
-            "turns": [Turn(0, False, "go"), Turn(2, True, "wall"), Turn(5, False, "!")],
+            "turns": [Turn(0, False, "go", 0.5), Turn(2, True, "wall"), Turn(5, False, "!", -2.0)],
         }
         | changes
     )
@@ -287,6 +288,8 @@ def test_turns_come_back_and_mask_what_was_not_sampled_whatever_else_is_in_the_s
     mask = [True, True, False, False, False, True]
     assert response_mask(back).tolist() == [True, True, *mask, *[True] * 6, True, True]
     assert response_mask(back.slice(1, 1)).tolist() == mask
+    assert turn_rewards(back).tolist() == [0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, -2.0, *[0.0] * 8]
+    assert turn_rewards(back.slice(0, 1)) is None
     (first, second) = rows(back, 0, 2)[0].rollouts
     assert (first.turns, second.turns) == ([], episode().turns)
     assert (first.mask.tolist(), second.mask.tolist()) == ([True, True], mask)
@@ -309,6 +312,7 @@ def test_a_shard_from_before_there_were_turns_reads_as_one_turn_each():
         ({"turns": [Turn(0, True, ""), Turn(5, False, "")]}, "an observation without a sampled turn before and after"),
         ({"turns": [Turn(0, False, ""), Turn(2, True, "")]}, "an observation without a sampled turn before and after"),
         ({"turns": [Turn(0, False, ""), Turn(2, True, ""), Turn(6, False, "")]}, "turns .* do not cover"),
+        ({"turns": [Turn(0, False, ""), Turn(2, True, ""), Turn(5, False, "", NAN)]}, "a turn's reward is not finite"),
         ({"turns": [Turn(1, False, "")]}, "turns .* do not cover"),
         ({"turns": [Turn(0, False, ""), Turn(2, True, ""), Turn(2, False, "")]}, "turns .* do not cover"),
         ({"turns": [Turn(0, False, ""), Turn(None, True, ""), Turn(5, False, "")]}, "a turn holds nulls"),

@@ -38,6 +38,15 @@ def with_values(seed=0):
     return dataclasses.replace(samples, values=np.random.default_rng(seed + 9).normal(size=samples.lengths.sum()))
 
 
+def test_gae_counts_a_turns_reward_at_its_last_token_and_the_rest_at_the_samples():
+    """Turns of two tokens and of one; of the reward 1.5 the first turn earned 0.5."""
+    values = {"values": [0.5, 0.4, 0.6]}
+    samples = samples_of([1.5], lengths=[3], credits=[0, 0.5, 0], **values)
+    deltas = [0.4 - 0.5, 0.5 + 0.6 - 0.4, 1.0 - 0.6]
+    expected = [deltas[0] + 0.9 * (deltas[1] + 0.9 * deltas[2]), deltas[1] + 0.9 * deltas[2], deltas[2]]
+    np.testing.assert_allclose(gae(samples, 1.0, 0.9), expected, rtol=1e-12)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_gae_equals_its_definition(seed):
     samples, gamma, lam = with_values(seed), 0.9, 0.8

@@ -25,6 +25,7 @@ class Samples:
     )
     baselines: np.ndarray | None = None  # [N] reward of the group's greedy completion, NaN where there is none
     values: np.ndarray | None = None  # [T] the critic's value of the state before the token
+    credits: np.ndarray | None = None  # [T] part of the sample's reward that came with the token, as after a turn
 
     @functools.cached_property
     def mask(self) -> np.ndarray:
@@ -42,10 +43,15 @@ class Samples:
 
     @functools.cached_property
     def token_rewards(self) -> np.ndarray:
-        """[T] each token's penalty as a negative reward, and the sample's reward at its last token; 0 where invalid."""
+        """[T] each token's penalty as a negative reward, and the sample's reward: what came with a token there, the
+        rest at its last token; 0 where invalid."""
         rewards = np.zeros(len(self.mask)) if self.penalties is None else -self.penalties
+        rest = self.rewards
+        if self.credits is not None:
+            rewards = rewards + self.credits
+            rest = rest - np.bincount(self.per_token(np.arange(len(rest))), self.credits, minlength=len(rest))
         last = (np.cumsum(self.lengths) - 1)[self.lengths > 0]
-        rewards[last] += self.rewards[self.lengths > 0]
+        rewards[last] += rest[self.lengths > 0]
         return np.where(self.mask, rewards, 0.0)
 
     def per_token(self, values: np.ndarray) -> np.ndarray:

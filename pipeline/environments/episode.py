@@ -61,6 +61,11 @@ class Episode:
         self.count += 1
         self.tokens += len(completion.ids)
 
+    def rewarded(self, reward: float) -> None:
+        """For the turn that the policy has just had."""
+        self.turns[-1] = self.turns[-1]._replace(reward=reward)
+        self.reward += reward
+
     def observed(self, messages: list[Message], ids: list[int]) -> None:
         self.turns.append(Turn(len(self.ids), True, as_text(messages)))
         self.ids += ids
@@ -143,7 +148,7 @@ class Environment:
             "turn": episode.count,
         }
         reply = await process.ask({"step": said})
-        episode.reward += reply["reward"]
+        episode.rewarded(reply["reward"])
         if reply["done"]:
             episode.finish_reason = completion.finish_reason
             return False
