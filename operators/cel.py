@@ -14,7 +14,7 @@ from pydantic.alias_generators import to_camel
 
 from operators import schema
 from operators.edits import REFUSED, SUSPENDED, TABLE
-from operators.rules import MANAGED_VARIABLE
+from operators.rules import BARE_LAYERS, MANAGED_VARIABLE, NO_ADAPTER
 from operators.schema import Node
 from operators.spec.pods import GPU
 from pipeline.algorithms.registry import ALGORITHMS
@@ -307,6 +307,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "spec.rollout.resources": tuple(_quantities()),
     "spec.rollout.template.env[]": _TEMPLATE_VARIABLE,
+    "spec.trainer.lora": (Rule(f"!self.targets.matches({_quoted(BARE_LAYERS.pattern)})", NO_ADAPTER, ".targets"),),
     "spec.trainer": (
         Rule(
             f"!has(self.processesPerNode) || !has(self.resources) || {_gpus_are('self.processesPerNode')}",

@@ -21,6 +21,8 @@ LARGEST_OBJECT = 131_072  # bytes of JSON; twice that no longer fits the annotat
 LARGEST_PARAMETERS = 16_384
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 MANAGED_VARIABLE = re.compile(r"(PET_|MASTER_|MILES_).*|RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE")
+BARE_LAYERS = re.compile("(^|,)(lm_head|embed_out|embed_tokens|wte|wpe)(,|$)")
+NO_ADAPTER = "the embedding and the head carry no adapter that vLLM could serve; leave them out"
 
 Broken = tuple[Path, str]
 """Path of the field at fault, and the remedy."""
@@ -199,6 +201,8 @@ def _trainer(job: RLJob) -> Iterator[Broken]:
         yield (*here, "processesPerNode"), f"must equal resources.limits {GPU}, which is {limit}"
     if trainer.max_tokens_per_micro_batch is not None and trainer.max_tokens_per_micro_batch < longest:
         yield (*here, "maxTokensPerMicroBatch"), f"must hold one sample of rollout.maxModelLen, which is {longest}"
+    if trainer.lora is not None and BARE_LAYERS.search(trainer.lora.targets):
+        yield (*here, "lora", "targets"), NO_ADAPTER
     if job.spec.rollout.adapter_loading is not None and trainer.lora is None:
         yield ("spec", "rollout", "adapterLoading"), "there is no adapter to load; set trainer.lora or remove it"
 

@@ -77,9 +77,8 @@ class Learner:
         config = self.config.algorithm.model_copy(update={"kl_coefficient": self.kl_coefficient})
         row = of_batch(batch, step)
         included = batching.updates(batch, config.updates_per_step)
-        if config.parameters.get("mask_truncated"):
-            included = [samples & ~batch.truncated for samples in included]
-        matters = self._matters(batch)
+        trained = ~batch.truncated if config.parameters.get("mask_truncated") else batch.valid  # [N]
+        matters = self._matters(batch, trained)
         shares = [self._share(batch, samples & matters) for samples in included]
         scored = [[self._score(part, stop) for part in share] for share in shares]
         judged = self._judge(batch, shares, scored)
@@ -94,7 +93,7 @@ class Learner:
         total = Sums()
         norms: list[tuple[float, float]] = []
         for samples, share, scores in zip(included, shares, scored, strict=True):
-            lengths = np.where(samples, batch.lengths, 0)
+            lengths = np.where(samples & trained, batch.lengths, 0)
             weights = aggregation.token_weights(config.aggregation, lengths, config.sampling.max_new_tokens)
             for number, (part, score) in enumerate(zip(share, scores, strict=True)):
                 if not norms and stop():
@@ -117,16 +116,16 @@ class Learner:
         row["perf/peak_memory_gib"] = distributed.reduce({"peak": self._peak_gib()}, dist.ReduceOp.MAX)["peak"]
         return row
 
-    def _matters(self, batch: Batch) -> np.ndarray:
+    def _matters(self, batch: Batch, trained: np.ndarray) -> np.ndarray:
         """[N] bool: the samples that the gradient depends on. Without critic, KL term and entropy bonus those of
         advantage 0, as of a group whose rewards are all the same, count in the loss's denominator only and need no
-        pass."""
+        pass; nor do those that are not `trained`."""
         config = self.config.algorithm
         if self.roles.reference or self.roles.critic or config.entropy_coefficient:
             return batch.valid
         matters = np.zeros(len(batch.valid), np.bool_)
         matters[batch.owners[self.algorithm.advantages(_samples(batch), config) != 0]] = True
-        return matters
+        return matters & trained
 
     def _share(self, batch: Batch, samples: np.ndarray) -> list[MicroBatch]:
         limit = self.config.trainer.max_tokens_per_micro_batch

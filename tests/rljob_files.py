@@ -194,7 +194,13 @@ POOLS: dict[str, list[Any]] = (
         ],
         "spec.rollout.tensorParallelSize": [Plain(text) for text in ("1", "2", "8")],
         "spec.rollout.adapterLoading": ["merge", "hot"],
-        "spec.trainer.lora": [{}, Plain("~"), {"rank": Plain("24")}, {"targets": "q_proj,,v"}],
+        "spec.trainer.lora": [
+            {},
+            Plain("~"),
+            {"rank": Plain("24")},
+            {"targets": "q_proj,,v"},
+            {"targets": "q_proj,lm_head"},
+        ],
         "spec.trainer.processesPerNode": [Plain(text) for text in ("1", "2", "8", "16", "17")],
         "spec.trainer.maxTokensPerMicroBatch": [Plain(text) for text in ("64", "4095", "4096", "16384")],
         "spec.store.uri": [

@@ -24,7 +24,7 @@ from pipeline.algorithms.values import Targets, value_loss
 from pipeline.batching import Batch
 from pipeline.config import AlgorithmConfig, CorrectionConfig
 from pipeline.learner import Learner
-from pipeline.model import CRITIC, Policy
+from pipeline.model import CRITIC, Policy, of_critic
 from tests import policies
 from tests.batches import batch_of, random_batch
 from tests.policies import LORA, VOCABULARY, save_model
@@ -354,5 +354,23 @@ def test_one_rank_computes_in_bfloat16_and_keeps_float32_weights(folder):
         parameters = distributed.own_parameters(policy)
         assert {p.dtype for p in parameters.values()} == {torch.float32}
         assert {p.grad.dtype for p in parameters.values()} == {torch.float32}
+    finally:
+        distributed.stop()
+
+
+def test_the_value_head_computes_in_float32_on_a_base_in_bfloat16(folder):
+    distributed.start()
+    try:
+        policy = policies.build(folder, dtype="bfloat16", lora=LORA, critic=True)
+        sharding = distributed.shard(policy, policy.layers, CPU, policy.dtype, exact=[policy.value_head])
+        with policy.adapter(CRITIC):
+            sharding.expect(last=True)
+            values = policy.values(batching.EXAMPLE)
+            values.sum().backward()
+        assert values.dtype == policy.initial_values(batching.EXAMPLE).dtype == torch.float32
+        torch.testing.assert_close(values.detach(), policy.initial_values(batching.EXAMPLE), rtol=0, atol=1e-6)
+        touched = {name for name, each in distributed.own_parameters(policy).items() if each.grad is not None}
+        assert {"value_head.weight", "value_head.bias"} < touched
+        assert all(of_critic(name) for name in touched)
     finally:
         distributed.stop()

@@ -63,7 +63,7 @@ def packed(monkeypatch):
 def test_groups_without_spread_cost_no_pass_and_change_neither_loss_nor_step(learner, packed, monkeypatch):
     row = trained(learner, MIXED)
     everything = Learner(learner.config, torch.device("cpu"))
-    monkeypatch.setattr(everything, "_matters", lambda batch: batch.valid)
+    monkeypatch.setattr(everything, "_matters", lambda batch, trained: batch.valid)
     expected = trained(everything, MIXED)
     assert packed == [2, 6]
     for name in ("loss/policy", "actor/grad_norm", "reward/mean", "perf/samples"):
@@ -136,6 +136,11 @@ def test_truncated_samples_are_left_out_of_loss_and_denominators_where_that_is_a
     assert packed == [2, 1]
     assert masked["advantage/std"] == plain["advantage/std"], "it still counts in its group"
     assert masked["loss/policy"] != pytest.approx(plain["loss/policy"])
+    packed.clear()
+    with_kl = {"kl_coefficient": 0.1, "kl_placement": "reward", "correction": CorrectionConfig(type="none")}
+    parameters = ALGORITHMS["dapo"].parameters | {"mask_truncated": True}
+    learner_of(folder, type="dapo", parameters=parameters, **with_kl).update(cut, 1, lambda: False)
+    assert packed == [6], "its penalty counts in its group, too"
 
 
 def test_bypassing_the_old_policy_saves_its_pass(folder, monkeypatch):

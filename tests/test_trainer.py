@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from pipeline import batching, experience, termination
+from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.background import Background
 from pipeline.clock import SystemClock
 from pipeline.config import RunConfig
@@ -31,6 +32,7 @@ from pipeline.versions import Version
 from tests import fake_worker, models
 
 CPU = torch.device("cpu")
+PPO = {"algorithm__type": "ppo", "algorithm__parameters": ALGORITHMS["ppo"].parameters}
 EXPECTED = """
 reward/mean reward/std reward/low/mean reward/frac_zero_std loss/policy loss/entropy actor/grad_norm actor/lr
 actor/ppo_kl actor/clip_frac advantage/mean advantage/std mismatch/kl mismatch/logprob_abs_diff mismatch/ess
@@ -194,6 +196,27 @@ def test_a_stopped_and_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_d
         assert_same(trained(train(config)), uninterrupted)
 
 
+def test_ppo_with_all_four_roles_and_an_adaptive_coefficient_resumes_bit_for_bit(tmp_path, tiny):
+    changes = PPO | {
+        "algorithm__total_steps": 4,
+        "algorithm__kl_coefficient": 0.1,
+        "algorithm__kl_target": 1e-3,
+        "algorithm__kl_horizon": 20,
+        "algorithm__kl_placement": "reward",
+        "algorithm__parameters": PPO["algorithm__parameters"] | {"value_regularization": 0.1, "critic_warmup_steps": 1},
+    }
+    whole, halves = configure(tmp_path, tiny, "whole", **changes), configure(tmp_path, tiny, "halves", **changes)
+    with worker(whole):
+        expected = train(whole)
+    with worker(halves):
+        with pytest.raises(Stopped):
+            train(halves, stop_after=2)
+        loop = train(halves)
+    assert {"model.value_head.weight", "optimizer.value_head.weight.exp_avg"} <= trained(loop).keys()
+    assert_same(trained(loop), trained(expected))
+    assert loop.learner.kl_coefficient == expected.learner.kl_coefficient != 0.1
+
+
 class Killed(BaseException):
     """Nothing catches it: as if the process were gone."""
 
@@ -291,8 +314,10 @@ def wait_until(condition, timeout_s=30.0):
         {"algorithm__kl_coefficient": 0.1, "algorithm__kl_placement": "reward", "algorithm__kl_estimator": "k1"},
         {"algorithm__kl_coefficient": 0.1, "trainer__lora": None},
         {"algorithm__max_staleness": 2, "algorithm__lr_schedule": "cosine", "algorithm__warmup_steps": 1},
+        PPO,
+        PPO | {"trainer__lora": None, "algorithm__updates_per_step": 2},
     ],
-    ids=["full", "two updates", "kl in the loss", "kl in the reward", "full with kl", "stale"],
+    ids=["full", "two updates", "kl in the loss", "kl in the reward", "full with kl", "stale", "ppo", "full ppo"],
 )
 def test_every_kind_of_training_runs_and_changes_the_policy(tmp_path, tiny, changes):
     config = configure(tmp_path, tiny, algorithm__total_steps=3, checkpoint__every_steps=0, **changes)
