@@ -94,8 +94,8 @@ class Coordinator:
     async def take_over(self, state: dict[str, Any] | None = None) -> None:
         """Fence earlier trainers and restore; `state` is what `state` returned for the checkpoint, None without one.
 
-        Raises Fenced if another trainer takes over at the same time, ValueError if what `state` needs was collected,
-        StorageError if records of the log are missing.
+        Raises Fenced if another trainer takes over at the same time, StorageError if what `state` needs was collected,
+        or records of the log are missing.
         """
         saved = State.from_json(state) if state else State()
         records = await self.log.take_over(saved.position, saved.term)
@@ -120,7 +120,10 @@ class Coordinator:
             elif isinstance(record, Withdraw) and record.step > self.step:
                 self._withdraw(record)
             elif isinstance(record, Collect) and record.below > saved.position:
-                raise ValueError(f"the checkpoint of step {self.step} is too old: what followed it has been deleted")
+                raise StorageError(
+                    f"the checkpoint of step {saved.step} is too old: what followed it has been deleted; if another "
+                    "trainer was still saving newer ones, the next start finds them"
+                )
 
     def _adopt(self, saved: State, old: ControlState | None) -> None:
         """The leases are those of control/state.json, or else the checkpoint's; none that the log has closed."""

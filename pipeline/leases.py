@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from pipeline.messages import shard_place
 from pipeline.trainer_log import Drop, DropReason, GroupRef, Plan, Withdraw
 
 
@@ -167,9 +168,12 @@ class Ledger:
         self.planned = {index: number for index, number in self.planned.items() if number > step}
 
     def cursor(self, writer: str, sequence: int) -> int:
-        """Where to read `writer` again so that nothing unplanned is lost, having read up to `sequence`."""
-        waiting = [*self.delivered.values(), *(group for _, group in self.aside.values() if group)]
-        return min([sequence, *(group.sequence for group in waiting if group.writer == writer)])
+        """The first of its shards that is still needed, for groups not planned or not trained yet; `sequence`, up to
+        which it has been read, if none is."""
+        groups = [*self.delivered.values(), *(group for _, group in self.aside.values() if group)]
+        places = [(group.writer, group.sequence) for group in groups]
+        places += [shard_place(group.key) for plan in self.plans.values() for group in plan.groups]
+        return min([sequence, *(place for ulid, place in places if ulid == writer)])
 
 
 class Suspicions:

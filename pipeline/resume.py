@@ -26,7 +26,7 @@ class State:
     frontier: Frontier = dataclasses.field(default_factory=Frontier)
     writers: dict[str, WriterEntry] = dataclasses.field(default_factory=dict)
     cursors: dict[str, int] = dataclasses.field(default_factory=dict)
-    """By writer: the first shard that holds something unplanned."""
+    """By writer: the first shard that holds something not trained yet."""
     evaluations: dict[int, Version] = dataclasses.field(default_factory=dict)
     """Requested and not answered: step → version."""
     time: float = 0.0
@@ -76,8 +76,9 @@ def entries(roster: Iterable[Known], ledger: Ledger) -> dict[str, WriterEntry]:
 def expired(shards: Iterable[ObjectInfo], oldest: State, grace_s: float) -> list[str]:
     """Keys of the shards that nothing from the checkpoint `oldest` on needs.
 
-    Those below a writer's cursor hold nothing unplanned. A writer that the state does not name had been read to its
-    end by then, if it is older, so what it wrote before does not count either.
+    Those below a writer's cursor hold nothing that is still to be trained. A writer that the state does not name had
+    been read to its end by then, if it is older, so what it wrote before does not count either. The state's time is
+    that of the last write of control/state.json: a revocation that has not been told yet spares what came after.
     """
     keys = []
     for shard in shards:

@@ -7,6 +7,7 @@ A mutation is a set of replaced functions, and the scenario of tests.simulation 
 
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -88,9 +89,8 @@ async def _(self, current, fresh=False):
 
 @mutation("a lost response counts as a rival", "workers killed", Storage, "_write")
 async def _(self, key, data, metadata, condition):
-    sealed = {**(metadata or {}), "sha256": "", "nonce": ""}
-    info = await self._retry("PUT", key, lambda key: self.bucket.write(key, data, sealed, condition))
-    return dataclasses.replace(info, sha256="")
+    sealed = {**(metadata or {}), "sha256": hashlib.sha256(data).hexdigest(), "nonce": "another"}
+    return await self._retry("PUT", key, lambda key: self.bucket.write(key, data, sealed, condition))
 
 
 @mutation("a revoked writer is accepted", "zombies", Intake, "drain")

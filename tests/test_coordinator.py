@@ -624,7 +624,7 @@ async def test_a_checkpoint_below_what_was_collected_is_refused_in_words(scene: 
     old = await scene.trainer()
     state = old.state()
     await old.log.append(Collect(old.term, below=old.log.position))
-    with pytest.raises(ValueError, match="step 0 is too old"):
+    with pytest.raises(StorageError, match="step 0 is too old"):
         await scene.trainer(state)
 
 
@@ -653,8 +653,29 @@ async def test_what_no_checkpoint_needs_is_deleted_and_the_rest_suffices_to_resu
     await writer.commit([group(3)])
     await scene.tick(successor)
     assert indices(await plan_now(successor, 2)) == [2, 3]
-    with pytest.raises(ValueError, match="too old"):
+    with pytest.raises(StorageError, match="too old"):
         await scene.trainer()
+
+
+async def test_what_is_collected_during_a_replay_spares_the_plans_still_to_be_replayed(scene: Scene):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    used = await writer.commit([group(0), group(1)])
+    needed = await writer.commit([group(2), group(3)])
+    await scene.tick(trainer)
+    await plan_now(trainer, 1)
+    await finish(trainer, 1)
+    await plan_now(trainer, 2)
+
+    successor = await scene.trainer()
+    await plan_now(successor, 1)
+    await finish(successor, 1)
+    await scene.tick(successor, 2 * LEASE_TIMEOUT_S)
+    assert await successor.collect(successor.state()) == 1
+    assert used not in scene.bucket.objects
+    assert {reference.key for reference in (await plan_now(successor, 2)).groups} == {needed}
+    assert needed in scene.bucket.objects
 
 
 async def test_acknowledged_shards_that_have_vanished_do_not_block_a_restart(scene: Scene):

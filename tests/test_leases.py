@@ -5,11 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.leases import Delivered, Frontier, Holder, Lease, Ledger, Suspicions, grant
+from pipeline.messages import shard_key
 from pipeline.trainer_log import Drop, GroupRef, Plan
 
 
 def group(index: int, writer: str = "W", oldest: int = 0, sequence: int = 0) -> Delivered:
-    return Delivered(GroupRef(index, "key", "sha", 0, 2), writer, sequence, oldest, oldest, valid=2, spread=True)
+    ref = GroupRef(index, shard_key("key", 0), "sha", 0, 2)
+    return Delivered(ref, writer, sequence, oldest, oldest, valid=2, spread=True)
 
 
 def lease(writer: str = "W", minimum: int = 0) -> Lease:
@@ -130,6 +132,17 @@ def test_the_cursor_stays_at_the_oldest_shard_that_holds_something_unplanned():
     assert ledger.cursor("other", 6) == 6
     ledger.plan(plan(1, [0]))
     assert ledger.cursor("W", 6) == 4
+
+
+def test_the_cursor_stays_at_a_shard_whose_groups_are_planned_until_their_step_is_trained_and_published():
+    ledger = Ledger()
+    ref = GroupRef(0, shard_key("W", 3), "sha", 0, 2)
+    ledger.plan(Plan(1, term=1, groups=(ref,)))
+    assert ledger.cursor("W", 6) == 3
+    assert ledger.cursor("other", 6) == 6
+    ledger.finish(1)
+    ledger.publish(1)
+    assert ledger.cursor("W", 6) == 6
 
 
 def test_indices_go_to_the_writer_with_the_fewest_leases():
