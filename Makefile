@@ -89,9 +89,11 @@ chaos: $(READY) | $(MODELS) ## kill -9 of every process at random moments, twent
 	@$(say) "chaos: twenty seeds of kills; about an hour"
 	@$(BIN)/pytest -m chaos --durations=0
 
-operator-chaos: $(READY) ## a thousand seeds of faults, kills and meddling against the reconciler, in virtual time
-	@$(say) "operator chaos: 1000 seeds; about two minutes"
+operator-chaos: $(READY) control-plane ## faults, kills and meddling against the reconciler: 1000 seeds in virtual time, 50 on an API server
+	@$(say) "operator chaos: 1000 seeds in virtual time; about two minutes"
 	@CHAOS_SEEDS=1000 CHAOS_FIRST_SEED=$${CHAOS_FIRST_SEED:-100} $(BIN)/pytest tests/test_reconcile_chaos.py --durations=0
+	@$(say) "operator chaos: 50 seeds on a real API server; about five minutes"
+	@CHAOS_SERVER_SEEDS=50 CHAOS_FIRST_SEED=$${CHAOS_FIRST_SEED:-100} $(BIN)/pytest tests/test_operator_chaos.py -s
 
 bench: $(READY) | $(MODELS) ## samples/s of the demo's work, as a ratio to TRL's in the same minutes
 	@$(say) "bench: TRL, then miles run, on the demo's work; about seven minutes on two cores"
