@@ -108,9 +108,11 @@ store-sim: $(READY) ## SEEDS=1000 seeds of kills and faults against the store's 
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 	@$(BIN)/python -m tests.mutations
 
-operator-chaos: $(READY) ## a thousand seeds of faults, kills and meddling against the reconciler, in virtual time
-	@$(say) "operator chaos: 1000 seeds; about two minutes"
+operator-chaos: $(READY) control-plane ## faults, kills and meddling against the reconciler: 1000 seeds in virtual time, 50 on an API server
+	@$(say) "operator chaos: 1000 seeds in virtual time; about two minutes"
 	@CHAOS_SEEDS=1000 CHAOS_FIRST_SEED=$${CHAOS_FIRST_SEED:-100} $(BIN)/pytest tests/test_reconcile_chaos.py --durations=0
+	@$(say) "operator chaos: 50 seeds on a real API server; about five minutes"
+	@CHAOS_SERVER_SEEDS=50 CHAOS_FIRST_SEED=$${CHAOS_FIRST_SEED:-100} $(BIN)/pytest tests/test_operator_chaos.py -s
 
 learning: $(READY) | $(MODELS) ## every algorithm learns a tiny job with real vLLM, three seeds, one table (an hour)
 	@$(say) "learning: ten algorithms, three seeds, two minutes each on two cores"

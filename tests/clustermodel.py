@@ -359,13 +359,16 @@ class World:
             self.delete_child(job)
 
     def delete_child(self, child: Dict) -> None:
-        if child["kind"] == "Job":
-            self.counted[child["metadata"]["uid"]] += 0
-            self.crashed.pop(child["metadata"]["uid"], None)
-            if self.random.random() < 0.4:  # orphans its pods
-                for pod in self.pods_of(child):
-                    self.put(pod | {"metadata": pod["metadata"] | {"ownerReferences": []}})
+        self.forget(child)
+        if child["kind"] == "Job" and self.random.random() < 0.4:  # orphans its pods
+            for pod in self.pods_of(child):
+                self.put(pod | {"metadata": pod["metadata"] | {"ownerReferences": []}})
         self.delete(child)
+
+    def forget(self, child: Dict) -> None:
+        """Nobody will know how it ended."""
+        if child["kind"] == "Job":
+            self.crashed.pop(child["metadata"]["uid"], None)
 
     def toggle(self) -> None:
         if self.job is not None:
@@ -451,11 +454,11 @@ class World:
 
     def check_deletion(self, live: Dict, observed: Observed) -> None:
         """A failure that the operator has seen is counted before its Job is deleted."""
-        uid, job = live["metadata"]["uid"], self.job
-        if live["kind"] != "Job" or job is None or uid not in self.crashed or self.counted[uid]:
+        uid, status = live["metadata"]["uid"], observed.job["status"]
+        if live["kind"] != "Job" or uid not in self.crashed or self.counted[uid]:
             return
         seen = next((child for child in observed.children if child["metadata"]["uid"] == uid), {})
-        current = live["metadata"]["labels"]["miles.dev/attempt"] == str(job["status"]["attempt"]["number"])
+        current = live["metadata"]["labels"]["miles.dev/attempt"] == str(status["attempt"]["number"])
         assert not (current and is_true(_condition(seen, "Failed"))), "a failure was forgotten"
 
     def settle(self) -> None:

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import pathlib
 import secrets
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -141,7 +142,7 @@ def namespace(control_plane: "ControlPlane") -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def _nodes(control_plane: "ControlPlane") -> Iterator["Kubelet"]:
+def nodes(control_plane: "ControlPlane") -> Iterator["Kubelet"]:
     from tests.kubeapi import Api
     from tests.kubelet import Kubelet
 
@@ -149,10 +150,23 @@ def _nodes(control_plane: "ControlPlane") -> Iterator["Kubelet"]:
         yield kubelet
 
 
+@pytest.fixture(scope="module")
+def operator_account(control_plane: "ControlPlane") -> Iterator[pathlib.Path]:
+    """The kubeconfig of the operator's ServiceAccount, and all that an operator needs installed. A verb that it was
+    denied fails the module."""
+    from tests import replica
+
+    mark = control_plane.mark()
+    yield replica.install(control_plane)
+    asked = control_plane.requests(mark, user=replica.USER)
+    denied = {f"{each.verb} {each.resource}" for each in asked if each.denied or each.code == 401}
+    assert not denied, f"the operator's ServiceAccount may not: {', '.join(sorted(denied))}"
+
+
 @pytest.fixture
-def kubelet(_nodes: "Kubelet", namespace: str) -> Iterator["Kubelet"]:
+def kubelet(nodes: "Kubelet", namespace: str) -> Iterator["Kubelet"]:
     """Nodes that run nothing: the status of pods on them goes as the test scripts it."""
-    yield _nodes
-    _nodes.forget(namespace)
-    _nodes.recover()
-    assert not _nodes.faults
+    yield nodes
+    nodes.forget(namespace)
+    nodes.recover()
+    assert not nodes.faults

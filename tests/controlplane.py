@@ -75,6 +75,7 @@ class Request:
     name: str
     code: int
     agent: str
+    denied: bool  # by the rules of access, not by admission or by what the object holds
 
     @property
     def writes(self) -> bool:
@@ -106,7 +107,7 @@ class ControlPlane:
         """A namespace that can take pods."""
         name = f"t-{secrets.token_hex(4)}"
         self.api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
-        until(lambda: self.api.find("ServiceAccount", "default", name), f"the default ServiceAccount of {name}")
+        until(lambda: self.api.find("ServiceAccount", "default", name), f"the default ServiceAccount of {name}", 60)
         return name
 
     def service_account(self, namespace: str, name: str) -> pathlib.Path:
@@ -152,6 +153,7 @@ def _request(event: dict[str, Any]) -> Request:
         name=target.get("name", ""),
         code=event.get("responseStatus", {}).get("code", 0),
         agent=event.get("userAgent", ""),
+        denied=event.get("annotations", {}).get("authorization.k8s.io/decision") == "forbid",
     )
 
 

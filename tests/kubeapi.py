@@ -8,7 +8,7 @@ import pathlib
 import ssl
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import kubernetes.client
@@ -64,7 +64,7 @@ class Api:
         self.tls = ssl.create_default_context(cafile=settings.ssl_ca_cert)
         if settings.cert_file:
             self.tls.load_cert_chain(settings.cert_file, settings.key_file)
-        self._pool = urllib3.PoolManager(maxsize=16, ssl_context=self.tls, headers=self.headers)
+        self._pool = urllib3.PoolManager(maxsize=64, ssl_context=self.tls, headers=self.headers)
 
     def request(self, method: str, path: str, body: Any = None, kind: str = "application/json", **query: Any) -> Dict:
         """The server's answer. `query` without its Nones becomes the URL's. Raises ApiError from status 400 on."""
@@ -102,6 +102,25 @@ class Api:
         answer = self.request("GET", path(kind, namespace), labelSelector=labels)
         of = {"kind": kind, "apiVersion": answer["apiVersion"]}
         return [of | item for item in answer["items"]]
+
+    def follow(self, kind: str) -> Iterator[tuple[str, Dict]]:
+        """(ADDED, MODIFIED or DELETED; object) in all namespaces: what there is, then every change. Raises OSError."""
+        listed = self.request("GET", path(kind, None))
+        yield from (("ADDED", item) for item in listed["items"])
+        version = listed["metadata"]["resourceVersion"]
+        while True:
+            query = urllib.parse.urlencode({"watch": "true", "resourceVersion": version, "timeoutSeconds": 600})
+            url = f"{self.host}{path(kind, None)}?{query}"
+            try:
+                response = self._pool.request("GET", url, preload_content=False, timeout=660, retries=False)
+                for line in response:
+                    told = json.loads(line)
+                    if told["type"] == "ERROR":
+                        raise OSError(f"the watch of {kind} ended: {told['object']}")
+                    version = told["object"]["metadata"]["resourceVersion"]
+                    yield told["type"], told["object"]
+            except urllib3.exceptions.HTTPError as error:
+                raise OSError(f"the watch of {kind} broke: {error}") from error
 
     def create(self, body: Dict, namespace: str | None = None, **query: Any) -> Dict:
         """`query`: fieldValidation="Strict", dryRun="All" …"""

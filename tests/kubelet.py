@@ -14,6 +14,7 @@ import itertools
 import json
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any
 
 import aiohttp
 
@@ -31,6 +32,7 @@ class Script:
     labels: Mapping[str, str]
     name: str
     left: int | None  # pods that it is still for; None: all
+    only_new: bool
 
     def fits(self, pod: Dict) -> bool:
         meta = pod["metadata"]
@@ -91,14 +93,23 @@ class Kubelet:
         labels: Mapping[str, str] | None = None,
         name: str = "*",
         times: int | None = None,
+        only_new: bool = False,
     ) -> None:
         """For pods of `namespace` with these labels and a name of this pattern, those that run now and those to come;
-        `times`: only for so many of them, the oldest first. The latest script that fits a pod counts."""
-        self._loop.call_soon_threadsafe(self._add, Script(outcome, namespace, labels or {}, name, times))
+        `times`: only for so many of them, the oldest first; `only_new`: not for those that run now. The latest script
+        that fits a pod counts."""
+        script = Script(outcome, namespace, labels or {}, name, times, only_new)
+        self._loop.call_soon_threadsafe(self._add, script)
 
     def forget(self, namespace: str) -> None:
         """Drop the scripts of a namespace; its pods go on as they are."""
         self._scripts = [each for each in self._scripts if each.namespace != namespace]
+
+    def add_node(self, name: str) -> None:
+        """One more, for pods that tolerate its taint, `apart`, only: others do not notice that it is lost."""
+        taints = [{"key": "apart", "effect": "NoSchedule"}]
+        self._register(name, taints=taints)
+        self.nodes = (*self.nodes, name)
 
     def lose_node(self, name: str) -> None:
         """The node falls silent. The controllers notice after 20 s, and evict its pods 2 s later; none of them ends."""
@@ -175,7 +186,7 @@ class Kubelet:
 
     def _add(self, script: Script) -> None:
         self._scripts.append(script)
-        for bound in self._bound.values():
+        for bound in [] if script.only_new else self._bound.values():
             if bound.outcome and not bound.stopping and not _over(bound.pod) and script.fits(bound.pod):
                 self._begin(bound)
 
@@ -227,9 +238,10 @@ class Kubelet:
 
     # Nodes.
 
-    def _register(self, name: str) -> None:
+    def _register(self, name: str, **spec: Any) -> None:
         labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
-        self._api.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}})
+        metadata = {"name": name, "labels": labels}
+        self._api.apply({"apiVersion": "v1", "kind": "Node", "metadata": metadata, "spec": spec})
 
     async def _heartbeat(self) -> None:
         while True:

@@ -12,26 +12,13 @@ import pytest
 
 from tests import replica
 from tests.controlplane import ControlPlane, Request
-from tests.kubeapi import Api, until
+from tests.kubeapi import Api, path, until
 from tests.kubelet import Kubelet
 from tests.replica import Replica, StatusPorts, rljob
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 CHILDREN = ("ConfigMap", "Deployment", "Job", "NetworkPolicy", "PodDisruptionBudget", "Service")
 Start = Callable[..., Replica]
-
-
-@pytest.fixture(scope="module")
-def account(control_plane: ControlPlane) -> Iterator[pathlib.Path]:
-    """The kubeconfig of the operator's ServiceAccount. A verb that it was denied fails the module."""
-    mark = control_plane.mark()
-    yield replica.install(control_plane)
-    denied = {
-        f"{each.verb} {each.resource}"
-        for each in control_plane.requests(mark, user=replica.USER)
-        if each.code in (401, 403)
-    }
-    assert not denied, f"the operator's ServiceAccount may not: {', '.join(sorted(denied))}"
 
 
 @pytest.fixture
@@ -41,13 +28,15 @@ def ports() -> Iterator[StatusPorts]:
 
 
 @pytest.fixture
-def start(account: pathlib.Path, ports: StatusPorts, namespace: str, tmp_path: pathlib.Path) -> Iterator[Start]:
+def start(
+    operator_account: pathlib.Path, ports: StatusPorts, namespace: str, tmp_path: pathlib.Path
+) -> Iterator[Start]:
     """Starts a replica for the test's namespace; those that still run are stopped afterwards."""
     started: list[Replica] = []
 
     def start(wait: bool = True) -> Replica:
         arguments = [f"--namespace={namespace}", f"--status-url={ports.url}", "--log-level=debug"]
-        started.append(Replica(account, tmp_path, f"replica-{len(started)}", arguments))
+        started.append(Replica(operator_account, tmp_path, f"replica-{len(started)}", arguments))
         if wait:
             started[-1].wait_until_leading()
         return started[-1]
@@ -162,6 +151,24 @@ def test_a_job_that_is_deleted_while_no_operator_runs_takes_everything_with_it(
     until(lambda: not api.list("Pod", namespace), "all pods are gone", 30)
     assert api.find("Secret", "sums-status", namespace) is None
     assert api.find("RLJob", "sums", namespace) is None
+
+
+def test_a_hundred_jobs_deleted_while_no_operator_runs_are_gone_within_30_seconds(
+    api: Api, namespace: str, kubelet: Kubelet, operator: Replica
+) -> None:
+    for number in range(100):
+        api.create(rljob(f"sums-{number}", namespace))
+    running(api, namespace, 100)
+    objects = len(children(api, namespace)) + len(api.list("Pod", namespace))
+    operator.kill()
+    began = time.monotonic()
+    api.request("DELETE", path("RLJob", namespace), {"propagationPolicy": "Background"})
+    until(lambda: not api.list("Pod", namespace), "all pods are gone", 120)
+    until(lambda: not children(api, namespace), "all children are gone", 120)
+    took_s = time.monotonic() - began
+    print(f"100 jobs with {objects} children and pods are gone {took_s:.1f} s after their deletion")
+    assert not api.list("RLJob", namespace)
+    assert took_s <= 30
 
 
 def test_an_unchanged_job_is_looked_at_ten_times_without_a_write_or_an_event(
