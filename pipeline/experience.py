@@ -15,7 +15,7 @@ engine returned (no token, a NaN logprob): their values are not checked, and are
 import dataclasses
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,6 +92,11 @@ class Rollout:
     def mask(self) -> np.ndarray:
         """[C] bool: which tokens the policy sampled."""
         return _mask(self.turns, len(self.completion_ids))
+
+    @property
+    def credits(self) -> np.ndarray:
+        """[C] float64: each turn's reward at its last token, 0 elsewhere."""
+        return _credits(self.turns, len(self.completion_ids))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,11 +339,8 @@ def response_mask(table: pa.Table) -> np.ndarray:
     """[T] bool over the values of `completion_ids`: sampled by the policy. Of invalid samples all are True."""
     completions = ragged(table, "completion_ids")
     mask = np.ones(len(completions.values), np.bool_)
-    invalid = table.column("invalid")
-    for row, turns in _of_several_turns(table):
-        if invalid[row].as_py() is None:
-            start, stop = completions.offsets[row : row + 2]
-            mask[start:stop] = _mask([Turn(**turn) for turn in turns], stop - start)
+    for part, turns in _valid_turns(table, completions):
+        mask[part] = _mask(turns, part.stop - part.start)
     return mask
 
 
@@ -346,14 +348,17 @@ def turn_rewards(table: pa.Table) -> np.ndarray | None:
     """[T] over the values of `completion_ids`: a turn's reward at its last token; None where no turn has one."""
     completions = ragged(table, "completion_ids")
     rewards = np.zeros(len(completions.values))
+    for part, turns in _valid_turns(table, completions):
+        rewards[part] = _credits(turns, part.stop - part.start)
+    return rewards if rewards.any() else None
+
+
+def _valid_turns(table: pa.Table, completions: Ragged) -> Iterator[tuple[slice, list[Turn]]]:
+    """(where its tokens lie, its turns) of each valid sample that has any."""
     invalid = table.column("invalid")
     for row, turns in _of_several_turns(table):
         if invalid[row].as_py() is None:
-            start, stop = completions.offsets[row : row + 2]
-            ends = [*(start + turn["start"] for turn in turns[1:]), stop]
-            for turn, end in zip(turns, ends, strict=True):
-                rewards[end - 1] = turn["reward"] or 0.0
-    return rewards if rewards.any() else None
+            yield slice(*completions.offsets[row : row + 2]), [Turn(**turn) for turn in turns]
 
 
 def _of_several_turns(table: pa.Table) -> list[tuple[int, list[dict[str, Any]]]]:
@@ -366,10 +371,21 @@ def _of_several_turns(table: pa.Table) -> list[tuple[int, list[dict[str, Any]]]]
 
 def _mask(turns: Sequence[Turn], length: int) -> np.ndarray:
     mask = np.ones(length, np.bool_)
-    for turn, stop in zip(turns, [*(turn.start for turn in turns[1:]), length], strict=False):
+    for turn, stop in _with_stops(turns, length):
         if turn.observation:
             mask[turn.start : stop] = False
     return mask
+
+
+def _credits(turns: Sequence[Turn], length: int) -> np.ndarray:
+    credits = np.zeros(length)
+    for turn, stop in _with_stops(turns, length):
+        credits[stop - 1 : stop] = turn.reward or 0.0
+    return credits
+
+
+def _with_stops(turns: Sequence[Turn], length: int) -> Iterator[tuple[Turn, int]]:
+    return zip(turns, [*(turn.start for turn in turns[1:]), length], strict=False)
 
 
 def rows(table: pa.Table, start: int, stop: int) -> list[RolloutGroup]:

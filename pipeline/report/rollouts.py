@@ -93,6 +93,7 @@ def advantages(groups: list[RolloutGroup], estimator: Estimator | None) -> list[
         groups=np.array([number for number, _ in placed]),
         lengths=np.array([int(rollout.mask.sum()) for _, rollout in placed]),
         baselines=_numbers(baselines.get(number) for number, _ in placed) if baselines else None,
+        credits=np.concatenate([rollout.credits[rollout.mask] for _, rollout in placed]),
     )
     of_tokens = np.split(estimator(samples), np.cumsum(samples.lengths)[:-1])
     took_part = samples.valid & (samples.lengths > 0)
