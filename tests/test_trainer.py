@@ -568,6 +568,26 @@ def test_the_policy_learns_from_samples_of_its_published_weights(tmp_path, tiny)
     assert max(row["mismatch/logprob_abs_diff"] for row in rows if row["async/staleness_max"] == 0) < 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_tiny_ppo_job_learns(tmp_path, tiny):
+    config = configure(
+        tmp_path, tiny, algorithm__type="ppo", algorithm__total_steps=25, algorithm__prompts_per_step=8,
+        algorithm__group_size=8, algorithm__learning_rate=3e-3, trainer__max_tokens_per_micro_batch=1024,
+        trainer__lora=None, checkpoint__every_steps=0,
+        algorithm__parameters=PPO["algorithm__parameters"] | {"critic_learning_rate_scale": 2.0},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    sampled = fake_worker.Sampled(config, storage_of(config), border=14)
+    with worker(config, sampled):
+        train(config)
+    rows = [json.loads(data) for _, data in sorted(listed(config, "metrics/v1").items())]
+    rewards = [row["reward/mean"] for row in rows]
+    assert rewards[0] < 0.2
+    assert sum(rewards[-5:]) / 5 > 0.8, rewards
+    assert max(row["critic/explained_var"] for row in rows) > 0
+
+
 # As a process, under torchrun
 
 
