@@ -139,9 +139,9 @@ def _(self, state=Coordinator.state):
     return {**state(self), "position": self.log.position}
 
 
-@mutation("cursors without rows", "trainer killed", Ledger, "cursor")
-def _(self, writer, sequence):
-    return sequence
+@mutation("cursors without rows", "trainer killed", Ledger, "cursors")
+def _(self, read):
+    return dict(read)
 
 
 @mutation("the frontier forgets what lies above it", "trainer killed", Frontier, "to_json")
