@@ -103,9 +103,11 @@ chaos: $(READY) | $(MODELS) ## kill -9 of every process at random moments, twent
 	@$(say) "chaos: twenty seeds of kills; about an hour"
 	@$(BIN)/pytest -m chaos --durations=0
 
-store-sim: $(READY) ## SEEDS=1000 seeds of kills and faults against the store's protocol, in virtual time; then planted bugs
-	@$(say) "store-sim: $(SEEDS) seeds, every crash of a trainer, and planted bugs that must be caught; a thousand take a quarter of an hour"
+store-sim: $(READY) ## SEEDS=1000 seeds of kills and faults against the store's protocol, in virtual time; every crash; planted bugs
+	@$(say) "store-sim: $(SEEDS) seeds, each crash of a short run, and planted bugs that must be caught; a quarter of an hour on two cores"
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+	@$(BIN)/python -m tests.exploration --writers 1 --steps 1 --staleness 0
+	@$(BIN)/pytest -m chaos tests/test_simulation.py -k every_crash
 	@$(BIN)/python -m tests.mutations
 
 operator-chaos: $(READY) control-plane ## faults, kills and meddling against the reconciler: 1000 seeds in virtual time, 50 on an API server
@@ -122,6 +124,10 @@ bench: $(READY) | $(MODELS) ## samples/s of the demo's work, as a ratio to TRL's
 	@$(say) "bench: TRL, then miles run, on the demo's work; about seven minutes on two cores"
 	@$(BIN)/python -m tests.bench
 
+bench-store: $(READY) ## the store's figures: bytes a token, codec, planner, put to visible; a minute
+	@$(say) "bench-store: codec, planner at 500 writers, put to visible on a folder and on SeaweedFS; about a minute"
+	@$(BIN)/python -m tests.bench_store
+
 bench-operator: $(READY) ## the operator under a thousand RLJobs on a real API server, as a table of its limits
 	@$(say) "bench-operator: 1,000 RLJobs, five quiet minutes, restart and take-over; about ten minutes on two cores"
 	@$(BIN)/python -m tests.bench_operator
@@ -129,4 +135,4 @@ bench-operator: $(READY) ## the operator under a thousand RLJobs on a real API s
 clean: ## removes .venv and caches; keeps runs/
 	rm -rf .venv .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-.PHONY: help setup models demo control-plane manifests agreement lint test test-unit test-slow e2e chaos store-sim operator-chaos learning bench bench-operator clean
+.PHONY: help setup models demo control-plane manifests agreement lint test test-unit test-slow e2e chaos store-sim operator-chaos learning bench bench-store bench-operator clean

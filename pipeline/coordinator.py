@@ -141,7 +141,7 @@ class Coordinator:
 
     def state(self) -> dict[str, Any]:
         """What the checkpoint of the last finished step must keep for `take_over`; JSON."""
-        cursors = {ulid: self.ledger.cursor(ulid, known.cursor) for ulid, known in self.roster.writers.items()}
+        cursors = self.ledger.cursors({ulid: known.cursor for ulid, known in self.roster.writers.items()})
         kept = [known for ulid, known in self.roster.writers.items() if known.live or cursors[ulid] < known.cursor]
         return State(
             term=self.term,

@@ -102,6 +102,7 @@ class Dispatcher:
         """Learn what the writers say, take leases back; `patient`: not for want of progress."""
         for known, reason in await self.roster.refresh():
             await self._revoke(known, reason)
+        held = self.ledger.held()
         for known in self.roster.live():
             if known.heartbeat:
                 for index in known.heartbeat.handed_back:
@@ -109,13 +110,13 @@ class Dispatcher:
                 for index, reason in known.heartbeat.failures.items():
                     self._fail(index, known, reason)
             if not patient:
-                await self._end_overdue(known)
+                await self._end_overdue(known, held[known.ulid])
         self._forget()
 
-    async def _end_overdue(self, known: Known) -> None:
+    async def _end_overdue(self, known: Known, held: dict[int, Lease]) -> None:
         limit = self.rollout.group_timeout_s
-        held = self.ledger.held()[known.ulid]
-        overdue = [index for index, lease in held.items() if self.roster.elapsed - lease.granted > limit]
+        late = [index for index, lease in held.items() if self.roster.elapsed - lease.granted > limit]
+        overdue = [index for index in late if index in self.ledger.leases]
         for index in overdue:
             self._fail(index, known, f"not delivered within {limit:g} s")
         if overdue:
@@ -143,10 +144,11 @@ class Dispatcher:
         self.ledger.set_aside(index, reason)
 
     def _forget(self) -> None:
-        for known in list(self.roster.writers.values()):
-            long_gone = self.roster.silence(known) > GONE_AFTER * self.rollout.lease_timeout_s
-            if not known.live and long_gone and self.ledger.cursor(known.ulid, known.cursor) == known.cursor:
-                del self.roster.writers[known.ulid]
+        silent = GONE_AFTER * self.rollout.lease_timeout_s
+        gone = [k for k in self.roster.writers.values() if not k.live and self.roster.silence(k) > silent]
+        for ulid, cursor in self.ledger.cursors({known.ulid: known.cursor for known in gone}).items():
+            if cursor == self.roster.writers[ulid].cursor:
+                del self.roster.writers[ulid]
 
     # Taking in
 

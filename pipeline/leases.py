@@ -7,10 +7,11 @@ Open indices (leased, delivered or planned) never exceed (max_staleness + 1) · 
 index is granted first. Thus at most max_staleness steps lie between a grant and the step that trains it.
 """
 
+import bisect
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pipeline.messages import shard_place
@@ -167,13 +168,17 @@ class Ledger:
         self.plans = {number: plan for number, plan in self.plans.items() if number > step}
         self.planned = {index: number for index, number in self.planned.items() if number > step}
 
-    def cursor(self, writer: str, sequence: int) -> int:
-        """The first of its shards that is still needed, for groups not planned or not trained yet; `sequence`, up to
-        which it has been read, if none is."""
+    def cursors(self, read: Mapping[str, int]) -> dict[str, int]:
+        """By writer: the first of its shards that is still needed, for groups not planned or not trained yet; the one
+        up to which it has been `read`, if none is."""
+        found = dict(read)
         groups = [*self.delivered.values(), *(group for _, group in self.aside.values() if group)]
         places = [(group.writer, group.sequence) for group in groups]
         places += [shard_place(group.key) for plan in self.plans.values() for group in plan.groups]
-        return min([sequence, *(place for ulid, place in places if ulid == writer)])
+        for writer, sequence in places:
+            if sequence < found.get(writer, 0):
+                found[writer] = sequence
+        return found
 
 
 class Suspicions:
@@ -211,7 +216,7 @@ class Suspicions:
             self.avoid.pop(index, None)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Holder:
     """A live writer, as `grant` sees it."""
 
@@ -235,19 +240,35 @@ def grant(
     A holder gets at most `limit`. A suspect goes to a holder that has nothing else to do and gets nothing else then;
     one holder at a time is kept free for that. An index that nobody can take now is left for later.
     """
-    holders, granted, reserved = list(holders), [], False
+    waiting = sorted((holder for holder in holders if holder.open < limit and not holder.exclusive), key=_turn)
+    granted, reserved = [], False
     for index in indices:
-        able = [h for h in holders if h.open < limit and not h.exclusive and index not in h.refuses]
-        if not able:
+        chosen = _choose(waiting, index, suspicions.avoid.get(index, set()))
+        if chosen is None:
             continue
-        avoided = suspicions.avoid.get(index, set())
-        chosen = min(able, key=lambda holder: (holder.ulid in avoided, holder.open, holder.ulid))
-        if suspicions.is_suspect(index):
-            if reserved:
-                continue
+        suspect = suspicions.is_suspect(index)
+        if suspect and reserved:
+            continue
+        waiting.remove(chosen)
+        if suspect:
             reserved = chosen.exclusive = True
             if chosen.open:
                 continue
         chosen.open += 1
         granted.append((index, chosen.ulid))
+        if chosen.open < limit and not chosen.exclusive:
+            bisect.insort(waiting, chosen, key=_turn)
     return granted
+
+
+def _turn(holder: Holder) -> tuple[int, str]:
+    return holder.open, holder.ulid
+
+
+def _choose(waiting: list[Holder], index: int, avoided: set[str]) -> Holder | None:
+    """The first that does not refuse `index`, if possible none of `avoided`."""
+    able = (holder for holder in waiting if index not in holder.refuses)
+    first = next(able, None)
+    if first is None or first.ulid not in avoided:
+        return first
+    return next((holder for holder in able if holder.ulid not in avoided), first)

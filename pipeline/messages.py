@@ -52,8 +52,10 @@ class WriterEntry:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **dataclasses.asdict(self),
+            "instance": self.instance,
             "leases": [[index, minimum] for index, minimum in sorted(self.leases.items())],
+            "acknowledged": self.acknowledged,
+            "final": self.final,
         }
 
     @classmethod

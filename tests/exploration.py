@@ -368,7 +368,7 @@ class Found:
 def explore(size: Size, most: int = 10_000_000) -> Found:
     """Breadth first. Raises Broken, with the events that lead there, where an invariant does not hold, and for a
     state from which the run cannot be finished any more; AssertionError if there are more than `most` states."""
-    start = State(size, _configure(size))
+    start = State(size, configure(size))
     names = {start.key(): 0}
     came: list[tuple[int, str]] = [(-1, "start")]
     before: list[list[int]] = [[]]
@@ -414,7 +414,7 @@ def _leading_to(goals: set[int], before: list[list[int]]) -> set[int]:
     return reached
 
 
-def _configure(size: Size) -> RunConfig:
+def configure(size: Size) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "exploration",

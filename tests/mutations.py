@@ -25,7 +25,6 @@ from pipeline.planning import Choice
 from pipeline.roster import Roster
 from pipeline.storage import Storage
 from pipeline.trainer_log import Takeover, TrainerLog
-from pipeline.writer import Writer
 from tests.simulation import simulate
 
 SEEDS = 40
@@ -106,11 +105,6 @@ async def _(self, period_s):
         await self.intake.drain(known, self.ledger)
 
 
-@mutation("a revoked writer goes on under its name", "zombies", Writer, "_reincarnate")
-async def _(self, state):
-    pass
-
-
 # The log and its replay
 
 
@@ -139,9 +133,9 @@ def _(self, state=Coordinator.state):
     return {**state(self), "position": self.log.position}
 
 
-@mutation("cursors without rows", "trainer killed", Ledger, "cursor")
-def _(self, writer, sequence):
-    return sequence
+@mutation("cursors without rows", "trainer killed", Ledger, "cursors")
+def _(self, read):
+    return dict(read)
 
 
 @mutation("the frontier forgets what lies above it", "trainer killed", Frontier, "to_json")
@@ -149,7 +143,7 @@ def _(self):
     return {"low": self.low, "above": []}
 
 
-@mutation("the frontier passes over what is open", "calm", Frontier, "close")
+@mutation("the frontier passes over what is open", "workers leave", Frontier, "close")
 def _(self, indices):
     self.low = max([self.low, *(index + 1 for index in indices)])
 

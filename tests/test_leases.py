@@ -128,21 +128,21 @@ def test_the_cursor_stays_at_the_oldest_shard_that_holds_something_unplanned():
         ledger.lease(index, lease())
         ledger.deliver(group(index, sequence=sequence))
     ledger.set_aside(1, "invalid")
-    assert ledger.cursor("W", 6) == 3
-    assert ledger.cursor("other", 6) == 6
+    assert ledger.cursors({"W": 6}) == {"W": 3}
+    assert ledger.cursors({"other": 6}) == {"other": 6}
     ledger.plan(plan(1, [0]))
-    assert ledger.cursor("W", 6) == 4
+    assert ledger.cursors({"W": 6}) == {"W": 4}
 
 
 def test_the_cursor_stays_at_a_shard_whose_groups_are_planned_until_their_step_is_trained_and_published():
     ledger = Ledger()
     ref = GroupRef(0, shard_key("W", 3), "sha", 0, 2)
     ledger.plan(Plan(1, term=1, groups=(ref,)))
-    assert ledger.cursor("W", 6) == 3
-    assert ledger.cursor("other", 6) == 6
+    assert ledger.cursors({"W": 6}) == {"W": 3}
+    assert ledger.cursors({"other": 6}) == {"other": 6}
     ledger.finish(1)
     ledger.publish(1)
-    assert ledger.cursor("W", 6) == 6
+    assert ledger.cursors({"W": 6}) == {"W": 6}
 
 
 def test_indices_go_to_the_writer_with_the_fewest_leases():

@@ -5,7 +5,7 @@ import pytest
 from tests import mutations
 
 
-@pytest.mark.parametrize("name", ["no takeover record", "cursors without rows", "drops keep their permits"])
+@pytest.mark.parametrize("name", ["a takeover keeps the term", "acknowledged groups are forgotten"])
 def test_the_simulation_catches_a_planted_bug(name: str):
     assert mutations.caught(name)
 

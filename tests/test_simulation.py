@@ -5,10 +5,29 @@ import pytest
 
 from tests.simulation import SCENARIOS, VirtualClock, VirtualLoop, simulate
 
+SHORT = (2, "calm")
+"""A run of few storage calls."""
 
-@pytest.mark.parametrize("seed", range(30))
+
+@pytest.mark.parametrize("seed", range(len(SCENARIOS)))
 def test_every_index_is_trained_once_or_dropped_for_an_allowed_reason(seed: int):
+    """One seed a scenario; a thousand: make store-sim."""
     simulate(seed)
+
+
+def test_a_trainer_may_be_killed_at_any_storage_call():
+    """At some of them here; at each one: test_every_crash."""
+    moments = simulate(*SHORT).moments
+    for moment in range(1, moments, moments // 5):
+        assert simulate(*SHORT, crash_at=frozenset({moment})).counts["kills"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+def test_every_crash():
+    for moment in range(1, simulate(*SHORT).moments + 1):
+        simulate(*SHORT, crash_at=frozenset({moment}))
 
 
 @pytest.mark.slow
@@ -16,7 +35,7 @@ def test_every_index_is_trained_once_or_dropped_for_an_allowed_reason(seed: int)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_many_seeds_hold(scenario: str):
-    for seed in range(10_000, 10_040):
+    for seed in range(10_000, 10_020):
         simulate(seed, scenario)
 
 
