@@ -242,12 +242,15 @@ class Operator(Cluster):
                 listed = asyncio.Event()
                 told = follow(self, kind, self.world.namespace, Health(), lambda key: woken.set(), listed)
                 watches.append(asyncio.create_task(told))
-                await asyncio.wait_for(listed.wait(), 60)
+                async with asyncio.timeout(60):
+                    await listed.wait()
             while True:
                 await self.look()
                 await asyncio.sleep(0.2)
+                # Not wait_for, which in Python 3.11 may swallow a cancellation.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(woken.wait(), 0.3)
+                    async with asyncio.timeout(0.3):
+                        await woken.wait()
                 woken.clear()
         finally:
             for watch in watches:
