@@ -344,12 +344,12 @@ async def play(world: Server, rounds: int = 30) -> None:
 
 async def fail_once(world: Server, fatal: int) -> bool:
     """The trainer fails, and the operator dies at the moment `fatal` of its writes from then on: 0 before the first, 1
-    after it, and so on. Returns whether there was such a moment. Raises AssertionError."""
+    after it, and so on. Returns whether there was such a moment before the next attempt ran. Raises AssertionError."""
     moments = -1
 
     def strike(method: str, after: bool) -> None:
         nonlocal moments
-        if moments >= 0 and method != "GET":
+        if moments >= 0 and method != "GET" and not _trainer_runs(world, 1):
             moments += 1
             if moments == fatal + 1:
                 world.kills += 1
