@@ -175,17 +175,6 @@ def _(self, most_open):
     return max(0, most_open - len(self.leases) - len(self.delivered) - len(self.planned) - len(self.aside))
 
 
-@mutation("planned groups keep their leases", "trainer killed", Ledger, "plan")
-def _(self, plan):
-    self.plans[plan.step] = plan
-    for group in plan.groups:
-        self.delivered.pop(group.index, None)
-        self.planned[group.index] = plan.step
-    for drop in plan.drops:
-        self.aside.pop(drop.index, None)
-    self.frontier.close(drop.index for drop in plan.drops)
-
-
 @mutation("trained groups stay open", "calm", Ledger, "publish")
 def _(self, step):
     self.plans = {number: plan for number, plan in self.plans.items() if number > step}
