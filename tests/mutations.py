@@ -203,11 +203,6 @@ def _(self, modified):
     self.now = modified
 
 
-@mutation("no staleness bound", "control lost", planning, "refusal")
-def _(group, step, max_staleness, need_spread, refusal=planning.refusal):
-    return refusal(group, step, 1_000_000, need_spread)
-
-
 @mutation("the planner waits for nobody", "calm", planning, "choose")
 def _(step, delivered, leases, size, max_staleness):
     ready = sorted(delivered, key=lambda group: (group.oldest, group.ref.index))
