@@ -175,17 +175,6 @@ def _(self, most_open):
     return max(0, most_open - len(self.leases) - len(self.delivered) - len(self.planned) - len(self.aside))
 
 
-@mutation("planned groups keep their leases", "trainer killed", Ledger, "plan")
-def _(self, plan):
-    self.plans[plan.step] = plan
-    for group in plan.groups:
-        self.delivered.pop(group.index, None)
-        self.planned[group.index] = plan.step
-    for drop in plan.drops:
-        self.aside.pop(drop.index, None)
-    self.frontier.close(drop.index for drop in plan.drops)
-
-
 @mutation("trained groups stay open", "calm", Ledger, "publish")
 def _(self, step):
     self.plans = {number: plan for number, plan in self.plans.items() if number > step}
@@ -212,11 +201,6 @@ def _(self, group, catching_up=False):
 def _(self, modified):
     self.elapsed = modified
     self.now = modified
-
-
-@mutation("no staleness bound", "control lost", planning, "refusal")
-def _(group, step, max_staleness, need_spread, refusal=planning.refusal):
-    return refusal(group, step, 1_000_000, need_spread)
 
 
 @mutation("the planner waits for nobody", "calm", planning, "choose")

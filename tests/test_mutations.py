@@ -4,6 +4,8 @@ import pytest
 
 from tests import mutations
 
+pytestmark = pytest.mark.timeout(180)
+
 
 @pytest.mark.parametrize("name", ["a takeover keeps the term", "acknowledged groups are forgotten"])
 def test_the_simulation_catches_a_planted_bug(name: str):

@@ -5,6 +5,7 @@ import pytest
 
 from tests.simulation import SCENARIOS, VirtualClock, VirtualLoop, simulate
 
+pytestmark = pytest.mark.timeout(180)
 SHORT = (2, "calm")
 """A run of few storage calls."""
 
