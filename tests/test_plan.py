@@ -129,6 +129,13 @@ def test_parts_of_a_rehearsal_are_what_they_are_called(config):
     assert memory["activations"] > 0
 
 
+def test_the_reference_of_full_fine_tuning_is_a_second_model(config):
+    algorithm = config.algorithm.model_copy(update={"kl_coefficient": 0.1})
+    plain, with_reference = rehearse(config, 1), rehearse(config.model_copy(update={"algorithm": algorithm}), 1)
+    assert with_reference.memory["weights"] == pytest.approx(2 * plain.memory["weights"], rel=0.01)
+    assert with_reference.memory["optimizer"] == plain.memory["optimizer"]
+
+
 def test_ranks_share_weights_gradients_and_optimizer_and_pay_with_traffic(config, monkeypatch):
     monkeypatch.setattr(distributed, "UNSHARDED_BYTES", 0)
     alone, many = rehearse(config, 1), rehearse(config, 16)

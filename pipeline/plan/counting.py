@@ -56,11 +56,6 @@ class Counting(TorchDispatchMode):
         self._held = WeakIdKeyDictionary()  # storage → [part, bytes]
         self._examined = 0
 
-    def begin(self) -> None:
-        """Start over with peak, operations and traffic."""
-        self.peak = Counter(self.parts)
-        self._examined = self.operations = self.traffic = 0
-
     def assign(self, part: str, tensors: Iterable[Tensor]) -> None:
         """From now on their memory, counted so far or not, is that of `part`."""
         for tensor in tensors:

@@ -47,17 +47,15 @@ def rehearse(config: RunConfig, ranks: int) -> Rehearsal:
     def allocate(policy: model.Policy, config: RunConfig, device: torch.device) -> None:
         with fake:
             model.allocate(policy, device)
+        counting.assign("weights", [*policy.parameters(), *policy.buffers()])
 
     with _without_peers(ranks):
         learner = Learner(config, distributed.CPU, allocate)
-        counting.assign("weights", [*learner.policy.parameters(), *learner.policy.buffers()])
         counting.assign("optimizer", (t for state in learner.optimizer.state.values() for t in state.values()))
         counting.gradients = lambda: _gradients(learner)
         batch = full_batch(config, ranks)
         with fake, counting:
-            for step in (1, 2):  # only the second is like all that follow
-                counting.begin()
-                learner.update(batch, step, stop=lambda: False)
+            learner.update(batch, 1, stop=lambda: False)
     return Rehearsal(
         parameters=sum(p.numel() for name, p in learner.policy.named_parameters() if "lora_" not in name),
         memory={part: size for part, size in counting.peak.items() if size},
