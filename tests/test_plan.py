@@ -10,6 +10,7 @@ import torch.multiprocessing
 import transformers
 
 from pipeline import batching, distributed
+from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.config import RunConfig
 from pipeline.learner import Learner
 from pipeline.plan import estimate, planner
@@ -66,9 +67,9 @@ def measured(config: RunConfig, ranks: int) -> int:
     batch = full_batch(config, ranks)
     learner.update(batch, 1, stop=lambda: False)
     states = [tensor for state in learner.optimizer.state.values() for tensor in state.values()]
-    tensors = [*learner.parameters.values(), *learner.policy.parameters(), *learner.policy.buffers(), *states]
-    own = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors]
-    resident = sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())
+    tensors = [*learner.policy.parameters(), *learner.policy.buffers(), *states]
+    own = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    resident = sum({tensor.data_ptr(): tensor.nbytes for tensor in own}.values())
     with torch.profiler.profile(profile_memory=True) as profile:
         learner.update(batch, 2, stop=lambda: False)
     held, peak = resident, resident
@@ -134,6 +135,17 @@ def test_the_reference_of_full_fine_tuning_is_a_second_model(config):
     plain, with_reference = rehearse(config, 1), rehearse(config.model_copy(update={"algorithm": algorithm}), 1)
     assert with_reference.memory["weights"] == pytest.approx(2 * plain.memory["weights"], rel=0.01)
     assert with_reference.memory["optimizer"] == plain.memory["optimizer"]
+
+
+@pytest.mark.parametrize("training", ["full", "lora"])
+def test_a_critic_is_rehearsed_too(config, tmp_path, training):
+    config = config_of("small", training, tmp_path)
+    parameters = ALGORITHMS["ppo"].parameters
+    algorithm = config.algorithm.model_copy(update={"type": "ppo", "parameters": parameters, "total_steps": 100})
+    plain, with_critic = rehearse(config, 1), rehearse(config.model_copy(update={"algorithm": algorithm}), 1)
+    more = with_critic.memory["optimizer"] / plain.memory["optimizer"]
+    assert 1.7 < more < 2.1
+    assert with_critic.memory["weights"] / plain.memory["weights"] < (1.9 if training == "full" else 1.1)
 
 
 def test_ranks_share_weights_gradients_and_optimizer_and_pay_with_traffic(config, monkeypatch):

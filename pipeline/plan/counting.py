@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -39,7 +41,7 @@ FORMULAS: Mapping[Any, Callable[..., int]] = {
 
 
 class Counting(TorchDispatchMode):
-    """To be entered within a FakeTensorMode. Whoever asks a tensor for its value is told that it is 1."""
+    """To be entered within a FakeTensorMode. Whoever asks a tensor for its values is told that they are 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,10 +74,12 @@ class Counting(TorchDispatchMode):
             seen(storage)
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        FakeTensor.numpy = _ones  # type: ignore[method-assign]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        del FakeTensor.numpy
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,6 +117,10 @@ class Counting(TorchDispatchMode):
             self.assign("gradients", self.gradients())
         if held > self.peak.total():
             self.peak = Counter(self.parts)
+
+
+def _ones(tensor: FakeTensor) -> np.ndarray:
+    return np.ones(tensor.shape, str(tensor.dtype).removeprefix("torch."))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -55,9 +55,9 @@ def rehearse(config: RunConfig, ranks: int) -> Rehearsal:
         counting.gradients = lambda: _gradients(learner)
         batch = full_batch(config, ranks)
         with fake, counting:
-            learner.update(batch, 1, stop=lambda: False)
+            learner.update(batch, config.algorithm.total_steps, stop=lambda: False)  # past the critic's warm-up
     return Rehearsal(
-        parameters=sum(p.numel() for name, p in learner.policy.named_parameters() if "lora_" not in name),
+        parameters=sum(parameter.numel() for parameter in _original(learner.policy)),
         memory={part: size for part, size in counting.peak.items() if size},
         operations=counting.operations,
         traffic=counting.traffic,
@@ -82,17 +82,27 @@ def _without_peers(ranks: int) -> Iterator[None]:
         distributed.stop()
 
 
+def _original(policy: model.Policy) -> Iterator[Tensor]:
+    """The parameters of the language model itself, without adapters and value head."""
+    own = ("lora_", "value_head")
+    return (each for name, each in policy.named_parameters() if not any(part in name for part in own))
+
+
 def _gradients(learner: Learner) -> Iterator[Tensor]:
     """Those of this rank's parameters, and of gathered ones that still wait for an update's last micro-batch."""
-    found = [parameter.grad for parameter in learner.parameters.values()]
-    for module in learner.policy.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    found.append(parameter.unsharded_accumulated_grad)
-                    if hasattr(parameter, "_unsharded_param"):
-                        found.append(parameter._unsharded_param.grad)
+    own = (*learner.parameters.values(), *learner.critic_parameters.values())
+    found = [parameter.grad for parameter in own]
+    for policy in filter(None, (learner.policy, learner.roles.critic)):
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    found += [part for parameter in group.fsdp_params for part in _waiting(parameter)]
     return (gradient for gradient in found if gradient is not None)
+
+
+def _waiting(parameter: Any) -> tuple[Tensor | None, ...]:
+    gathered = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad, None if gathered is None else gathered.grad
 
 
 def full_batch(config: RunConfig, ranks: int) -> Batch:
@@ -128,4 +138,5 @@ def uniform_batch(groups: int, samples: int, prompt: int, completion: int) -> Ba
         groups=np.repeat(np.arange(groups), samples),
         steps=np.zeros(count, np.int64),
         truncated=np.zeros(count, np.bool_),
+        baselines=np.full(count, 0.5),
     )
