@@ -66,7 +66,7 @@ class Watch(threading.Thread):
 def on_rank(rank: int, port: int, folders: dict[str, pathlib.Path], out: pathlib.Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    distributed.start(timeout_s=120)
+    distributed.start(timeout_s=200)
     distributed.UNSHARDED_BYTES = 0
     results = {case: values(loaded(folders[kind], training)) for case, (kind, training) in CASES.items()}
     watch = Watch()
@@ -150,7 +150,7 @@ def test_an_adapter_starts_with_a_product_of_zero_and_as_large_as_pefts(folders)
     assert not any(value.any() for name, value in state.items() if "lora_B" in name)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_two_ranks_hold_the_same_in_shares_and_neither_ever_holds_all(folders, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

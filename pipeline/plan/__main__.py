@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import dataclasses
+import logging
 import sys
 
 from pipeline import config as configuration
@@ -16,6 +17,7 @@ NETWORK_GBS = {False: 300.0, True: 50.0}
 
 def main() -> int:
     options = parse(sys.argv[1:])
+    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)  # misses Triton, which nothing here uses
     try:
         from pipeline.plan import planner
     except ModuleNotFoundError as error:

@@ -74,7 +74,7 @@ class Counting(TorchDispatchMode):
             seen(storage)
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        FakeTensor.numpy = _ones  # type: ignore[method-assign]
+        FakeTensor.numpy = _ones  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
