@@ -135,4 +135,4 @@ bench-operator: $(READY) ## the operator under a thousand RLJobs on a real API s
 clean: ## removes .venv and caches; keeps runs/
 	rm -rf .venv .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-.PHONY: help setup models demo control-plane manifests agreement lint test test-unit test-slow e2e chaos store-sim operator-chaos learning bench bench-store bench-operator clean
+.PHONY: help setup models demo control-plane manifests agreement lint test test-unit test-slow e2e chaos store-sim operator-chaos learning bench bench-store bench-trainer plan-accuracy bench-operator clean

@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,19 +13,23 @@ try:
 
     from operators import explain, manifest, rules
     from operators.children import children
-    from operators.resolve import Platform
+    from operators.machine import gpu_ids
+    from operators.resolve import Platform, processes, run_config
+    from operators.spec import RLJob
+    from pipeline.config import RunConfig
 except KeyboardInterrupt:  # this takes a second, in which Ctrl-C may come
     sys.exit(130)
 
 INTERRUPTED = 130
 REFUSED = 2  # exit code for what the user must mend
 PIPELINE = ("report", "replay", "store")
-"""Commands that need the data plane's packages: `python -m pipeline.<command>`."""
+"""Commands that are the data plane's alone: `python -m pipeline.<command>`."""
 USAGE = """usage: miles COMMAND …
 
   validate FILE…     check RLJobs: each fault on one line
   explain [PATH]     what a field means: type, default, limits
   render FILE        the Kubernetes objects of a job, as YAML
+  plan FILE          memory, time and cost of a job, before it runs
   run FILE           run a job as processes on this machine
   report RUN         a page about a run
   replay RUN --step N  trains a step again from the store, and compares
@@ -132,7 +137,42 @@ def render(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"validate": validate, "explain": explain_field, "render": render}
+def plan(arguments: list[str]) -> int:
+    command = [sys.executable, "-m", "pipeline.plan"]
+    if {"-h", "--help"} & {*arguments}:
+        return subprocess.run([*command, "--help"]).returncode
+    parser = _parser("plan", "Say what memory, time and money a job takes.")
+    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a field")
+    options, rest = parser.parse_known_args(arguments)
+    try:
+        job = manifest.load_one(options.file, options.set)
+        platform, config = _resolved(job, options.file)
+    except ValueError as error:
+        print(error if isinstance(error, manifest.Invalid) else f"{options.file}: {error}", file=sys.stderr)
+        return REFUSED
+    trainer, rollout = job.spec.trainer, job.spec.rollout
+    sizes = {
+        "nodes": trainer.nodes,
+        "processes-per-node": processes(job, platform),
+        "servers": rollout.replicas,
+        "devices-per-server": platform.rollout_gpus(rollout) or 1,
+    }
+    command += ["/dev/stdin", *(f"--{name}={value}" for name, value in sizes.items())]
+    command += [] if platform.trainer_gpus(trainer) else ["--device=cpu"]
+    return subprocess.run([*command, *rest], input=config.model_dump_json(), text=True).returncode
+
+
+def _resolved(job: RLJob, file: str) -> tuple[Platform, RunConfig]:
+    """As in a cluster; a job whose folders are on one machine as on this one."""
+    platform = Platform()
+    if any(uri.startswith("file://") for uri in (job.spec.model.uri, job.spec.store.uri)):
+        folder = os.path.dirname(os.path.abspath(file))
+        platform = Platform(local=True, gpus=len(gpu_ids(os.environ)), folder=folder)
+    return platform, run_config(job, "plan", platform)
+
+
+COMMANDS = {"validate": validate, "explain": explain_field, "render": render, "plan": plan}
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:

@@ -178,7 +178,9 @@ class MicroBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block:
+class Block:
+    """A prompt with some of its completions."""
+
     samples: list[int]  # of one group
     tokens: int
 
@@ -186,30 +188,36 @@ class _Block:
 def pack(batch: Batch, include: np.ndarray, ranks: int, max_tokens: int) -> list[list[MicroBatch]]:
     """The samples of `include` [N] bool as micro-batches of at most `max_tokens` packed tokens, one list per rank.
 
-    Every rank gets the same number, filled up with empty ones (one token, masked), so that none skips a collective;
+    Every rank gets the same number, filled up with empty ones (masked), so that none skips a collective;
     the n-th of all ranks are about equally long. A group that is too long is split and repeats its prompt; a sample
     that is too long by itself gets a micro-batch of its own. The same batch always packs in the same way.
     """
+    shares = layout(batch, include, ranks, max_tokens)
+    return [[_micro_batch(batch, blocks) for blocks in share] for share in shares]
+
+
+def layout(batch: Batch, include: np.ndarray, ranks: int, max_tokens: int) -> list[list[list[Block]]]:
+    """By rank and micro-batch: what `pack` puts into it."""
     bins = _distribute(_blocks(batch, include, max_tokens), ranks, max_tokens)
     bins.sort(key=lambda blocks: sum(block.tokens for block in blocks), reverse=True)
-    return [[_micro_batch(batch, blocks) for blocks in bins[rank::ranks]] for rank in range(ranks)]
+    return [bins[rank::ranks] for rank in range(ranks)]
 
 
-def _blocks(batch: Batch, include: np.ndarray, max_tokens: int) -> list[_Block]:
-    blocks: list[_Block] = []
+def _blocks(batch: Batch, include: np.ndarray, max_tokens: int) -> list[Block]:
+    blocks: list[Block] = []
     prompt_lengths, completion_lengths = np.diff(batch.prompts.offsets), np.diff(batch.completions.offsets)
     group = -1
     for sample in np.flatnonzero(include).tolist():
         own = int(completion_lengths[sample]) - 1
         if batch.groups[sample] == group and blocks[-1].tokens + own <= max_tokens:
-            blocks[-1] = _Block([*blocks[-1].samples, sample], blocks[-1].tokens + own)
+            blocks[-1] = Block([*blocks[-1].samples, sample], blocks[-1].tokens + own)
         else:
-            blocks.append(_Block([sample], int(prompt_lengths[sample]) + own))
+            blocks.append(Block([sample], int(prompt_lengths[sample]) + own))
         group = batch.groups[sample]
     return blocks
 
 
-def _distribute(blocks: list[_Block], ranks: int, max_tokens: int) -> list[list[_Block]]:
+def _distribute(blocks: list[Block], ranks: int, max_tokens: int) -> list[list[Block]]:
     """Into the smallest multiple of `ranks` bins that holds them all: longest first, each into the emptiest bin."""
     blocks = sorted(blocks, key=lambda block: (-block.tokens, block.samples))
     count = ranks
@@ -218,8 +226,8 @@ def _distribute(blocks: list[_Block], ranks: int, max_tokens: int) -> list[list[
     return bins
 
 
-def _fill(blocks: list[_Block], count: int, max_tokens: int) -> list[list[_Block]] | None:
-    bins: list[list[_Block]] = [[] for _ in range(count)]
+def _fill(blocks: list[Block], count: int, max_tokens: int) -> list[list[Block]] | None:
+    bins: list[list[Block]] = [[] for _ in range(count)]
     emptiest = [(0, number) for number in range(count)]
     for block in blocks:
         load, number = heapq.heappop(emptiest)
@@ -230,15 +238,24 @@ def _fill(blocks: list[_Block], count: int, max_tokens: int) -> list[list[_Block
     return bins
 
 
-def _micro_batch(batch: Batch, blocks: list[_Block]) -> MicroBatch:
+def _micro_batch(batch: Batch, blocks: list[Block]) -> MicroBatch:
     builder = _Builder(batch)
     for block in sorted(blocks, key=lambda block: block.samples):
         builder.add(block.samples)
     return builder.finish() if blocks else EMPTY
 
 
-EMPTY = MicroBatch(*[np.zeros(1, np.int64)] * 8, sampled=np.zeros(1, np.float32), mask=np.zeros(1, np.bool_))  # type: ignore[misc]
-"""One token that predicts itself, outside the response mask: a forward and backward pass that changes nothing."""
+EMPTY = MicroBatch(
+    input_ids=np.zeros(2, np.int64),
+    position_ids=np.arange(2),
+    segment=np.zeros(2, np.int64),
+    parent=np.zeros(2, np.int64),
+    **{name: np.zeros(1, np.int64) for name in ("source", "target", "row", "column")},
+    sampled=np.zeros(1, np.float32),
+    mask=np.zeros(1, np.bool_),
+)
+"""One response token, outside the response mask: a forward and backward pass that changes nothing. It has a token more
+than it needs, since compiled code makes a case of its own of lengths of one."""
 
 EXAMPLE = MicroBatch(
     input_ids=np.array([3, 1, 4, 1, 5, 2]),

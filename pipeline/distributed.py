@@ -125,7 +125,9 @@ def shard(
     dtype: torch.dtype,
     exact: Iterable[nn.Module] = (),
 ) -> Sharding:
-    """Move `module` to `device`, spread over all ranks with FSDP2, one group per layer; computes in `dtype`.
+    """Spread `module` over the `device` of all ranks with FSDP2, one group per layer; computes in `dtype`.
+
+    The module may be without storage yet (device `meta`), or on `device`.
 
     Modules in `exact` are groups of their own and compute in the type of their parameters.
 
@@ -137,7 +139,6 @@ def shard(
     trained = set(module.parameters()) - frozen
     mixed = any(parameter.dtype != dtype for parameter in trained)
     if world_size() == 1 and not mixed:
-        module.to(device)
         return Sharding(module, unsharded=True)
 
     replicated = frozen if _bytes(frozen) <= _limit(device) else set()
@@ -156,7 +157,6 @@ def shard(
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-    module.to(device)
     return Sharding(module, unsharded)
 
 

@@ -29,6 +29,7 @@ from pipeline.config import ModelConfig, StoreConfig
 from pipeline.storage import SEGMENT, Storage, StorageError, Unavailable, file_sha256, open_storage
 from pipeline.weights import header
 
+SETTINGS = "config.json"
 RECORD = ".fetched.json"
 LOCK = ".fetch.lock"
 LOCK_LIMIT_S = 3600.0
@@ -140,6 +141,17 @@ async def fetch(model: ModelConfig, store: StoreConfig) -> None:
     check(path)
 
 
+async def settings(model: ModelConfig, store: StoreConfig, path: pathlib.Path) -> None:
+    """Bring what describes the model, and no weights, into the folder `path`; raises as `fetch` does."""
+    source = await _open(model, store, path, [SETTINGS, *(["*.py"] if model.trust_remote_code else [])])
+    names = [name for name in await source.names() if SEGMENT.fullmatch(name)]
+    if SETTINGS not in names:
+        raise ValueError(f"{model.uri} has no {SETTINGS}")
+    for name in names:
+        if name == SETTINGS or (model.trust_remote_code and name.endswith(".py")):
+            await source.bring(name, path / name)
+
+
 async def _fetch(model: ModelConfig, store: StoreConfig, path: pathlib.Path) -> None:
     request = [model.uri, model.revision, model.tokenizer, model.trust_remote_code]
     record = _read_record(path)
@@ -201,11 +213,14 @@ def _kinds(python: bool) -> list[str]:
     return [*KINDS, "py"] if python else KINDS
 
 
-async def _open(model: ModelConfig, store: StoreConfig, path: pathlib.Path) -> Source:
+async def _open(
+    model: ModelConfig, store: StoreConfig, path: pathlib.Path, patterns: list[str] | None = None
+) -> Source:
+    """`patterns`: of the files that are wanted from a hub; by default all that belong to a model."""
     uri = model.uri
     scheme = uri.partition("://")[0]
     if scheme == "hf":
-        return Snapshot(await asyncio.to_thread(_hub_snapshot, model, path))
+        return Snapshot(await asyncio.to_thread(_hub_snapshot, model, path, patterns))
     if scheme == "s3":
         return Objects(open_storage(uri, store.endpoint, store.region))
     if uri.startswith(("file:///", "/")):
@@ -217,7 +232,7 @@ def _folder(uri: str) -> str:
     return uri.removeprefix("file://")
 
 
-def _hub_snapshot(model: ModelConfig, path: pathlib.Path) -> str:
+def _hub_snapshot(model: ModelConfig, path: pathlib.Path, patterns: list[str] | None) -> str:
     """The folder of the hub's cache with the model's files; downloads what is missing in it.
 
     HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN are honoured. Where the cache cannot be written to (a container),
@@ -237,7 +252,7 @@ def _hub_snapshot(model: ModelConfig, path: pathlib.Path) -> str:
             name,
             revision=revision,
             cache_dir=cache,
-            allow_patterns=[f"*.{kind}" for kind in _kinds(model.trust_remote_code)],
+            allow_patterns=patterns or [f"*.{kind}" for kind in _kinds(model.trust_remote_code)],
             ignore_patterns=["*/*", "consolidated*"],
         )
     except errors.GatedRepoError:

@@ -29,7 +29,7 @@ from pipeline.algorithms.values import Targets
 from pipeline.batching import Batch, MicroBatch
 from pipeline.config import AlgorithmConfig, RunConfig
 from pipeline.metrics import Row
-from pipeline.roles import Roles
+from pipeline.roles import Load, Roles
 from pipeline.schedule import learning_rate
 
 GIB = 2**30
@@ -49,19 +49,22 @@ class Interrupted(Exception):
 
 
 class Learner:
-    def __init__(self, config: RunConfig, device: torch.device) -> None:
-        """Builds and shards the models; raises ValueError for one that cannot be trained."""
+    def __init__(self, config: RunConfig, device: torch.device, load: Load = model.load) -> None:
+        """Builds, shards and loads the models; raises ValueError for one that cannot be trained."""
         self.config, self.device = config, device
         self.kl_coefficient = config.algorithm.kl_coefficient  # moves with kl_target
         self.algorithm = importlib.import_module(ALGORITHMS[config.algorithm.type].module)
-        self.roles = Roles(config, device)
+        self.roles = Roles(config, device, load)
         self.policy = self.roles.policy
         own = self.roles.own_parameters()
         self.parameters = {name: each for name, each in own.items() if not model.of_critic(name)}
         self.critic_parameters = {name: each for name, each in own.items() if model.of_critic(name)}
         groups = [{"params": list(part.values())} for part in (self.parameters, self.critic_parameters) if part]
         self.optimizer = torch.optim.AdamW(
-            groups, config.algorithm.learning_rate, weight_decay=config.algorithm.weight_decay
+            groups,
+            config.algorithm.learning_rate,
+            weight_decay=config.algorithm.weight_decay,
+            fused=True,  # in place: no temporary copy of the parameters
         )
         self._fill_optimizer()
 
@@ -286,7 +289,7 @@ class Learner:
         """AdamW's state as it is before its first step, so that a checkpoint can be loaded into it."""
         for parameter in itertools.chain(self.parameters.values(), self.critic_parameters.values()):
             self.optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
+                "step": torch.tensor(0.0, device=self.device),
                 "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             }

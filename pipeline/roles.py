@@ -18,6 +18,8 @@ from pipeline.config import RunConfig
 from pipeline.distributed import Sharding
 from pipeline.model import Policy
 
+Load = Callable[[Policy, RunConfig, torch.device], None]
+"""Gives a policy that is built and sharded its weights: model.load."""
 Score = Callable[[MicroBatch], Tensor]
 """A number for each of R response tokens, without gradient, [R]."""
 
@@ -29,21 +31,21 @@ class Roles:
     reference: Score | None = None
     initial_values: Score | None = None
 
-    def __init__(self, config: RunConfig, device: torch.device) -> None:
+    def __init__(self, config: RunConfig, device: torch.device, load: Load) -> None:
         """Raises ValueError for a model that cannot be trained."""
         algorithm, lora = config.algorithm, config.trainer.lora is not None
         has_critic = ALGORITHMS[algorithm.type].critic
-        self.policy, self._sharding = _sharded(config, device, critic=has_critic and lora)
+        self.policy, self._sharding = _sharded(config, device, load, critic=has_critic and lora)
         self._critic_sharding = self._sharding
         if has_critic and lora:
             self.critic = self.policy
         elif has_critic:
-            self.critic, self._critic_sharding = _sharded(config, device, critic=True, policy=False)
+            self.critic, self._critic_sharding = _sharded(config, device, load, critic=True, policy=False)
         to_reference = algorithm.kl_coefficient > 0
         to_initial = has_critic and algorithm.parameters["value_regularization"] > 0
         frozen = self.policy
         if not lora and (to_reference or to_initial):
-            frozen, _ = _sharded(config, device, frozen=True, critic=has_critic)
+            frozen, _ = _sharded(config, device, load, frozen=True, critic=has_critic)
         if to_reference:
             self.reference = frozen.reference
         if to_initial:
@@ -66,7 +68,9 @@ class Roles:
         self._critic_sharding.expect(last)
 
 
-def _sharded(config: RunConfig, device: torch.device, **options: bool) -> tuple[Policy, Sharding]:
+def _sharded(config: RunConfig, device: torch.device, load: Load, **options: bool) -> tuple[Policy, Sharding]:
     built = model.build(config, device, **options)
     heads = [] if built.value_head is None else [built.value_head]
-    return built, distributed.shard(built, built.layers, device, built.dtype, exact=heads)
+    sharding = distributed.shard(built, built.layers, device, built.dtype, exact=heads)
+    load(built, config, device)
+    return built, sharding

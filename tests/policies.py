@@ -69,7 +69,10 @@ LORA = {"rank": 4, "alpha": 8}
 
 
 def build(folder: pathlib.Path, *, critic: bool = False, **options: Any) -> model.Policy:
-    return model.build(run_config(folder, **options), torch.device("cpu"), critic=critic)
+    config, device = run_config(folder, **options), torch.device("cpu")
+    policy = model.build(config, device, critic=critic)
+    model.load(policy, config, device)
+    return policy
 
 
 def excite(policy: model.Policy) -> None:

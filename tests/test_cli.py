@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from operators import cli, documents
+from pipeline.config import RunConfig
 from tests.test_spec import EVERYTHING, MINIMAL
 
 SAMPLES = pathlib.Path(__file__).parent.parent / "manifests" / "samples"
@@ -195,6 +196,36 @@ def test_commands_of_the_data_plane_are_its_own_modules(monkeypatch):
     monkeypatch.setattr("os.execv", lambda program, arguments: called.append(arguments))
     cli.main(["report", "runs/tiny", "--follow"])
     assert called == [[sys.executable, "-m", "pipeline.report", "runs/tiny", "--follow"]]
+
+
+@pytest.mark.parametrize(
+    ("sample", "sizes", "device"),
+    [("gpu-7b", (1, 4, 4, 1), []), ("multinode-70b-lora", (2, 8, 4, 4), []), ("demo", (1, 2, 1, 1), ["--device=cpu"])],
+)
+def test_plan_hands_the_jobs_configuration_and_sizes_to_the_data_plane(monkeypatch, sample, sizes, device):
+    called = []
+
+    def run(command, **options):
+        called.append((command, options.get("input")))
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    steps = ["--set", "spec.algorithm.totalSteps=70"]
+    assert cli.main(["plan", str(SAMPLES / f"{sample}.yaml"), *steps, "--price", "2"]) == 1
+    ((command, text),) = called
+    names = ("nodes", "processes-per-node", "servers", "devices-per-server")
+    flags = [f"--{name}={value}" for name, value in zip(names, sizes, strict=True)]
+    assert command == [sys.executable, "-m", "pipeline.plan", "/dev/stdin", *flags, *device, "--price", "2"]
+    assert RunConfig.model_validate_json(text).algorithm.total_steps == 70
+
+
+def test_plan_refuses_a_broken_file_before_anything_starts(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("subprocess.run", lambda *arguments, **options: pytest.fail("was started"))
+    file = tmp_path / "job.yaml"
+    file.write_text("kind: RLJob")
+    assert cli.main(["plan", str(file)]) == 2
+    assert "spec" in capsys.readouterr().err
 
 
 def test_validating_needs_neither_torch_nor_vllm_nor_the_packages_of_a_local_run():

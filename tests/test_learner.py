@@ -1,6 +1,7 @@
 """pipeline.learner on one rank: what a step changes, and what it does not compute."""
 
 import dataclasses
+import functools
 import json
 
 import numpy as np
@@ -12,7 +13,7 @@ from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.config import CorrectionConfig
 from pipeline.learner import Learner
 from tests import policies
-from tests.batches import batch_of
+from tests.batches import batch_of, random_batch
 
 GROUPS = [([1, 2, 3], [[4, 5], [6, 7]]), ([8, 9], [[10, 11, 12], [13]]), ([14, 15, 16], [[17], [18, 19]])]
 """The second group has rewards that differ."""
@@ -147,3 +148,23 @@ def test_bypassing_the_old_policy_saves_its_pass(folder, monkeypatch):
     learner = learner_of(folder, correction=CorrectionConfig(bypass=True), updates_per_step=3)
     monkeypatch.setattr(learner.policy, "score", None)
     assert learner.update(batch_of(GROUPS, rewards=MIXED), 1, lambda: False)["actor/skipped"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lora", [None, policies.LORA], ids=["full", "lora"])
+def test_compiled_layers_are_not_compiled_again_over_fifty_steps_of_varying_lengths(tmp_path, monkeypatch, lora):
+    # What is compiled anew is Dynamo's and autograd's affair; C++ would only take longer.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    folder = policies.save_model("llama", tmp_path / "llama")
+    config = policies.run_config(folder, lora=lora, compile=True, max_tokens_per_micro_batch=100)
+    learner = Learner(config, torch.device("cpu"))
+    compiled = []
+    for step in range(1, 53):
+        batch = random_batch(step % 5 + 1, step % 3 + 2, prompt=(2, 30), completion=(2, 40), vocabulary=64, seed=step)
+        learner.update(batch, step=1, stop=lambda: False)
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert compiled[1] > 0
+    assert compiled[-1] == compiled[1]
+    assert not torch._dynamo.utils.counters["recompile_limit"]

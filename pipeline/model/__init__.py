@@ -8,6 +8,7 @@ begin as zero, and the head's initial weights).
 """
 
 from pipeline.model.export import adapter_files, full_files
+from pipeline.model.loading import allocate, load
 from pipeline.model.policy import CRITIC, Policy, build, of_critic
 
-__all__ = ["CRITIC", "Policy", "adapter_files", "build", "full_files", "of_critic"]
+__all__ = ["CRITIC", "Policy", "adapter_files", "allocate", "build", "full_files", "load", "of_critic"]

@@ -6,6 +6,7 @@ whole micro-batch is ever made. Registered with transformers under NAME; the mod
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from pipeline.batching import MicroBatch
 
 NAME = "shared_prompt"
+STOCK = "sdpa"
+"""transformers' own."""
 
 
 class Block(NamedTuple):
@@ -24,16 +27,21 @@ class Block(NamedTuple):
     mask: Tensor | None  # [1, 1, t, t] bool, True where query (row) sees key (column); None: plainly causal
 
 
-def blocks(micro_batch: MicroBatch, device: torch.device) -> list[Block]:
-    segment = torch.as_tensor(micro_batch.segment, device=device)
-    parent = torch.as_tensor(micro_batch.parent, device=device)
-    return [Block(start, stop, _mask(segment[start:stop], parent[start:stop])) for start, stop in micro_batch.blocks]
+class Blocks:
+    """The blocks of a micro-batch, as an object that compiled layers hand on without looking into it: they would be
+    compiled again for every list of other lengths."""
+
+    def __init__(self, micro_batch: MicroBatch, device: torch.device) -> None:
+        rows = [slice(start, stop) for start, stop in micro_batch.blocks]
+        masks = [_mask(micro_batch.segment[row], micro_batch.parent[row], device) for row in rows]
+        self.content = [Block(row.start, row.stop, mask) for row, mask in zip(rows, masks, strict=True)]
 
 
-def _mask(segment: Tensor, parent: Tensor) -> Tensor | None:
-    if len(segment.unique()) <= 2:
+def _mask(segments: np.ndarray, parents: np.ndarray, device: torch.device) -> Tensor | None:
+    if len(np.unique(segments)) <= 2:
         return None
-    position = torch.arange(len(segment), device=segment.device)
+    segment, parent = torch.as_tensor(segments, device=device), torch.as_tensor(parents, device=device)
+    position = torch.arange(len(segment), device=device)
     own = segment[:, None] == segment[None, :]
     prompt = parent[:, None] == segment[None, :]
     return ((position[:, None] >= position[None, :]) & (own | prompt))[None, None]
@@ -47,14 +55,14 @@ def attend(
     value: Tensor,  # [1, H_kv, T, D]
     attention_mask: Tensor | None,
     *,
-    blocks: list[Block],
+    blocks: Blocks,
     scaling: float | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """[1, T, H, D], as transformers wants it."""
     repeats = query.shape[1] // key.shape[1]
     parts = []
-    for start, stop, mask in blocks:
+    for start, stop, mask in blocks.content:
         rows = slice(start, stop)
         part = scaled_dot_product_attention(
             query[:, :, rows],

@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator
+import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import peft
@@ -13,15 +14,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.batching import EXAMPLE, MicroBatch
+from pipeline.batching import MicroBatch
 from pipeline.config import LoraConfig, RunConfig, TrainerConfig
 from pipeline.model import attention
 from pipeline.model.logprobs import token_logprobs
 
 ACTOR, CRITIC = "default", "critic"
 """Names of the adapters; the first is PEFT's own."""
-NAMED = 3
-"""Tensors that an error names."""
 
 
 class Policy(nn.Module):
@@ -78,7 +77,7 @@ class Policy(nn.Module):
         hidden = self.base.base_model(
             input_ids=torch.as_tensor(micro_batch.input_ids, device=device)[None],
             position_ids=torch.as_tensor(micro_batch.position_ids, device=device)[None],
-            blocks=attention.blocks(micro_batch, device),
+            blocks=attention.Blocks(micro_batch, device),
             use_cache=False,
         ).last_hidden_state[0]
         source = torch.as_tensor(micro_batch.source, device=device)
@@ -112,6 +111,13 @@ class Policy(nn.Module):
         return self(micro_batch)[0]
 
     @torch.no_grad()
+    def unpacked(self, prompt: Tensor, completion: Tensor) -> Tensor:
+        """The same of one completion [C] by itself, by the model's own forward pass, all logits at once."""
+        ids = torch.cat([prompt, completion]).to(next(self.parameters()).device)
+        logits = self.base(ids[None]).logits[0, len(prompt) - 1 : -1].float() / self.temperature
+        return logits.log_softmax(-1).gather(1, ids[len(prompt) :, None]).squeeze(1)
+
+    @torch.no_grad()
     def reference(self, micro_batch: MicroBatch) -> Tensor:
         """Log-probabilities [R] of the frozen base, its adapters disabled; another policy in full fine-tuning."""
         assert not any(each.requires_grad for each in self.base.get_input_embeddings().parameters()), "it is trained"
@@ -141,58 +147,55 @@ class Policy(nn.Module):
 def build(
     config: RunConfig, device: torch.device, *, frozen: bool = False, critic: bool = False, policy: bool = True
 ) -> Policy:
-    """The policy of `config`, on the CPU and whole (see distributed.shard), to compute on `device`.
+    """The policy of `config`, to compute on `device`, still without storage: its parameters are on `meta`.
 
-    Trained parameters are float32 whatever it computes in, frozen ones of the type it computes in. `frozen`: nothing
-    is trained, as in the reference of full fine-tuning. `critic`: there is a value head, and with LoRA an adapter of
-    its own on the same base; not `policy`: nothing else, the language model's head is left out. Raises ValueError for
-    a model that cannot be trained.
+    To be followed by distributed.shard and model.load. Trained parameters are float32 whatever it computes in, frozen
+    ones of the type it computes in. `frozen`: nothing is trained, as in the reference of full fine-tuning. `critic`:
+    there is a value head, and with LoRA an adapter of its own on the same base; not `policy`: nothing else, the
+    language model's head is left out. Raises ValueError for a model that cannot be trained.
     """
     trainer = config.trainer
     dtype = compute_dtype(trainer, device)
     trains_all = trainer.lora is None and not frozen
-    model = _load(config, torch.float32 if trains_all else dtype)
+    model = _empty(config, torch.float32 if trains_all else dtype)
     model.requires_grad_(trains_all)
     _check_window(model, config)
-    temperature = config.algorithm.sampling.temperature
-    _check_scores(Policy(model, temperature, dtype), config.model.uri)
     if trainer.lora is not None and not frozen:
         model = _with_adapters(model, trainer.lora, config, [ACTOR, CRITIC] if critic else [ACTOR])
-    if not policy:
-        model.set_output_embeddings(nn.Identity())
+    temperature = config.algorithm.sampling.temperature
     built = Policy(model, temperature, dtype, entropy_gradient=config.algorithm.entropy_coefficient > 0)
+    try:
+        built.base.set_attn_implementation(attention.NAME)
+        layers = built.layers
+    except (AttributeError, StopIteration) as error:
+        name = type(built.base).__name__
+        raise ValueError(f"model.uri: {config.model.uri} ({name}) cannot be trained: {error}") from None
+    if not policy:
+        built.base.set_output_embeddings(nn.Identity())
     if critic:
         built.add_value_head(trainer.seed, trained=not frozen)
-    for layer in built.layers:
+    for layer in layers:
         _optimise(layer, trainer)
     return built
 
 
-def _load(config: RunConfig, dtype: torch.dtype) -> Any:
+def _empty(config: RunConfig, dtype: torch.dtype) -> Any:
+    """transformers' model without storage, from the folder's config.json."""
+    source = {"trust_remote_code": config.model.trust_remote_code}
+    path = config.model.path
     try:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            config.model.path,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            trust_remote_code=config.model.trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **source)
+        if getattr(settings, "quantization_config", None):
+            raise ValueError("its weights are quantised; save it in bfloat16 first")
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                settings, dtype=dtype, attn_implementation=attention.STOCK, **source
+            )
     except ValueError as error:
         raise ValueError(f"model.uri: {config.model.uri} cannot be trained: {error}") from None
-    model, info = loaded
-    _check_complete(info["missing_keys"], config.model.uri)
-    return model
-
-
-def _check_complete(missing: Collection[str], uri: str) -> None:
-    """`missing`: what transformers has filled with random numbers; tied tensors are not among them."""
-    if missing:
-        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        raise ValueError(
-            f"model.uri: {uri} lacks the tensors {', '.join(sorted(missing)[:NAMED])}{more}: fetch or save it again"
-        )
+    if (pathlib.Path(path) / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
+    return model.eval()
 
 
 def compute_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype:
@@ -207,19 +210,18 @@ def of_critic(name: str) -> bool:
 
 
 def _with_adapters(model: Any, lora: LoraConfig, config: RunConfig, names: list[str]) -> peft.PeftModel:
-    """Adapters start as zero; their random half is the same on every rank and in every attempt."""
+    """Without storage, as the base; model.load gives them their first values."""
     alpha: Any = lora.alpha  # PEFT divides it by the rank; it need not be whole
     settings = peft.LoraConfig(
         r=lora.rank, lora_alpha=alpha, target_modules=lora.targets, lora_dropout=0.0, task_type="CAUSAL_LM"
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.trainer.seed)
-        try:
+    try:
+        with torch.device("meta"):
             adapted = peft.get_peft_model(model, settings)
             for name in names[1:]:
                 adapted.add_adapter(name, dataclasses.replace(settings))
-        except ValueError as error:
-            raise ValueError(f"trainer.lora.targets: {lora.targets}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"trainer.lora.targets: {lora.targets}: {error}") from None
     base: Any = adapted.get_base_model()
     if any(isinstance(part, BaseTunerLayer) for part in (base.get_input_embeddings(), base.get_output_embeddings())):
         raise ValueError(
@@ -236,7 +238,7 @@ def _with_adapters(model: Any, lora: LoraConfig, config: RunConfig, names: list[
 def _optimise(layer: nn.Module, trainer: TrainerConfig) -> None:
     # Both replace `forward` of the layer itself, so that no parameter changes its name.
     if trainer.compile:
-        layer.forward = torch.compile(layer.forward)
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # one code for all lengths
     if trainer.activation_checkpointing:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
@@ -251,35 +253,3 @@ def _check_window(model: transformers.PreTrainedModel, config: RunConfig) -> Non
             f"model.uri: {config.model.uri} attends to the last {window} tokens only, which is not supported; set "
             f"rollout.max_model_len (now {config.rollout.max_model_len}) to at most {window}"
         )
-
-
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-
-
-def _check_scores(policy: Policy, name: str) -> None:
-    """Compare with transformers' own forward pass on two short samples of one prompt; switches the attention over.
-
-    Catches whatever this module would leave out in silence: soft-capped or scaled logits, a bias of the head, layers
-    that mix tokens by anything but attention, attention or positions that ignore what they are given.
-    """
-    expected = torch.cat([_stock_logprobs(policy, row) for row in (0, 1)])
-    try:
-        assert policy.layers
-        policy.base.set_attn_implementation(attention.NAME)
-        worst = float((policy.score(EXAMPLE) - expected).abs().max())
-    except (TypeError, AttributeError, StopIteration) as error:
-        raise ValueError(f"model.uri: {name} ({type(policy.base).__name__}) cannot be trained: {error}") from None
-    if not worst <= _TOLERANCE[policy.base.dtype]:
-        raise ValueError(
-            f"model.uri: {name} ({type(policy.base).__name__}) cannot be trained: the log-probabilities of packed "
-            f"samples differ by {worst:.3g} from the model's own"
-        )
-
-
-@torch.no_grad()
-def _stock_logprobs(policy: Policy, row: int) -> Tensor:
-    """Of one completion of EXAMPLE by itself."""
-    prompt = torch.as_tensor(EXAMPLE.input_ids[EXAMPLE.segment == 0])
-    completion = torch.as_tensor(EXAMPLE.target[EXAMPLE.row == row])
-    logits = policy.base(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-    return (logits.float() / policy.temperature).log_softmax(-1).gather(1, completion[:, None]).squeeze(1)

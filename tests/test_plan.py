@@ -1,0 +1,272 @@
+"""pipeline.plan: what it predicts is what the trainer then takes, and what it says of a job is right."""
+
+import os
+import pathlib
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing
+import transformers
+
+from pipeline import batching, distributed
+from pipeline.algorithms.registry import ALGORITHMS
+from pipeline.config import RunConfig
+from pipeline.learner import Learner
+from pipeline.plan import estimate, planner
+from pipeline.plan.estimate import Attention
+from pipeline.plan.machines import DEVICES, GIB, Device, Machines
+from pipeline.plan.rehearsal import MICRO_BATCHES, Rehearsal, full_batch, rehearse
+from tests import policies
+
+CONFIGS = pathlib.Path(__file__).parent / "configs"
+
+SIZES = {
+    "small": {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 1000},
+    "medium": {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 8000},
+    "large": {"hidden_size": 1024, "num_hidden_layers": 6, "vocab_size": 16000},
+}
+Case = tuple[str, str, int, str]
+CASES: list[Case] = [
+    (size, training, ranks, placement)
+    for size in SIZES
+    for training in ("full", "lora")
+    for ranks, placement in ((1, "gathered"), (2, "gathered"), (2, "sharded"))
+]
+MIB = 2**20
+
+
+def make_model(size: str, root: pathlib.Path) -> None:
+    shape = SIZES[size]
+    settings = transformers.LlamaConfig(
+        **shape,
+        num_attention_heads=shape["hidden_size"] // 64,
+        num_key_value_heads=shape["hidden_size"] // 128,
+        intermediate_size=3 * shape["hidden_size"],
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    policies.save_model(settings, root / size)
+
+
+def config_of(size: str, training: str, root: pathlib.Path) -> RunConfig:
+    config = policies.run_config(
+        root / size,
+        max_model_len=192,
+        lora={"rank": 8, "alpha": 16} if training == "lora" else None,
+        dtype="float32",
+        max_tokens_per_micro_batch=256,
+    )
+    sampling = config.algorithm.sampling.model_copy(update={"max_new_tokens": 64})
+    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"sampling": sampling})})
+
+
+def measured(config: RunConfig, ranks: int) -> int:
+    """Bytes at the peak of a step, by the counters of PyTorch's own allocator."""
+    learner = Learner(config, torch.device("cpu"))
+    batch = full_batch(config, ranks)
+    learner.update(batch, 1, stop=lambda: False)
+    states = [tensor for state in learner.optimizer.state.values() for tensor in state.values()]
+    tensors = [*learner.policy.parameters(), *learner.policy.buffers(), *states]
+    own = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    resident = sum({tensor.data_ptr(): tensor.nbytes for tensor in own}.values())
+    with torch.profiler.profile(profile_memory=True) as profile:
+        learner.update(batch, 2, stop=lambda: False)
+    held, peak = resident, resident
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def placed(placement: str) -> None:
+    distributed.UNSHARDED_BYTES = 2**31 if placement == "gathered" else 0
+
+
+def on_rank(rank: int, port: int, root: pathlib.Path, cases: list[Case]) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    distributed.start(timeout_s=120)
+    peaks = {}
+    for size, training, ranks, placement in cases:
+        placed(placement)
+        peaks[size, training, ranks, placement] = measured(config_of(size, training, root), 2)
+    torch.save(peaks, root / f"rank{rank}.pt")
+    distributed.stop()
+
+
+def machines(device: Device = DEVICES["H100"], **changes: float) -> Machines:
+    settings = {"nodes": 1, "processes_per_node": 4, "servers": 2, "devices_per_server": 2, "network_gbs": 100.0}
+    return Machines(**{"device": device, "efficiency": 0.5, **settings, **changes})
+
+
+def took(**parts: float) -> Rehearsal:
+    """In GiB by part; 2 micro-batches of 1,000 tokens, 4·10¹² operations and 6·10⁹ bytes for both."""
+    memory = {name.replace("_", " "): int(size * GIB) for name, size in parts.items()}
+    return Rehearsal(10**9, memory, operations=4 * 10**12, traffic=6 * 10**9, micro_batches=2, tokens=2000)
+
+
+@pytest.fixture
+def config(tmp_path):
+    make_model("small", tmp_path)
+    return config_of("small", "full", tmp_path)
+
+
+def test_a_rehearsal_fills_its_micro_batches_and_gives_every_rank_two_of_each_update(config):
+    shares = batching.pack(full_batch(config, 3), full_batch(config, 3).valid, 3, 256)
+    assert [len(share) for share in shares] == [MICRO_BATCHES] * 3
+    assert {len(part.input_ids) for share in shares for part in share} == {256}
+
+
+def test_parts_of_a_rehearsal_are_what_they_are_called(config):
+    memory = rehearse(config, 1).memory
+    weights = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(config.model.path)
+    ).num_parameters()
+    assert memory["weights"] == pytest.approx(4 * weights, rel=0.01)
+    assert memory["gradients"] == pytest.approx(4 * weights, rel=0.01)
+    assert memory["optimizer"] == pytest.approx(8 * weights, rel=0.01)
+    assert memory["activations"] > 0
+
+
+def test_the_reference_of_full_fine_tuning_is_a_second_model(config):
+    algorithm = config.algorithm.model_copy(update={"kl_coefficient": 0.1})
+    plain, with_reference = rehearse(config, 1), rehearse(config.model_copy(update={"algorithm": algorithm}), 1)
+    assert with_reference.memory["weights"] == pytest.approx(2 * plain.memory["weights"], rel=0.01)
+    assert with_reference.memory["optimizer"] == plain.memory["optimizer"]
+
+
+@pytest.mark.parametrize("training", ["full", "lora"])
+def test_a_critic_is_rehearsed_too(config, tmp_path, training):
+    config = config_of("small", training, tmp_path)
+    parameters = ALGORITHMS["ppo"].parameters
+    algorithm = config.algorithm.model_copy(update={"type": "ppo", "parameters": parameters, "total_steps": 100})
+    plain, with_critic = rehearse(config, 1), rehearse(config.model_copy(update={"algorithm": algorithm}), 1)
+    more = with_critic.memory["optimizer"] / plain.memory["optimizer"]
+    assert 1.7 < more < 2.1
+    assert with_critic.memory["weights"] / plain.memory["weights"] < (1.9 if training == "full" else 1.1)
+
+
+def test_ranks_share_weights_gradients_and_optimizer_and_pay_with_traffic(config, monkeypatch):
+    monkeypatch.setattr(distributed, "UNSHARDED_BYTES", 0)
+    alone, many = rehearse(config, 1), rehearse(config, 16)
+    for part in ("weights", "gradients", "optimizer"):
+        assert many.memory[part] == pytest.approx(alone.memory[part] / 16, rel=0.05), part
+    assert alone.traffic == 0 < many.traffic
+    assert many.operations == alone.operations
+
+
+def test_recomputing_activations_saves_their_memory_and_costs_operations(config):
+    trainer = config.trainer.model_copy(update={"activation_checkpointing": True})
+    plain, frugal = rehearse(config, 1), rehearse(config.model_copy(update={"trainer": trainer}), 1)
+    assert frugal.memory["activations"] < 0.8 * plain.memory["activations"]
+    assert 1.1 < frugal.operations / plain.operations < 1.4
+
+
+def test_training_time_is_that_of_operations_or_of_traffic():
+    training = estimate.trainer(machines(), took(weights=1), micro_batches=10, tokens=20_000)
+    assert training.compute_s == pytest.approx(10 * 4e12 / (989e12 * 0.5))
+    assert training.network_s == pytest.approx(5 * 6e9 / 100e9)
+    assert training.step_s == training.network_s
+    assert estimate.trainer(machines(processes_per_node=1), took(), 10, 20_000).network_s == 0
+
+
+def test_a_device_keeps_some_memory_for_itself():
+    training = estimate.trainer(machines(), took(weights=40, activations=34), 1, 1)
+    assert training.peak_gib == pytest.approx(74 * 1.05 + 2)
+    assert training.fits
+    assert not estimate.trainer(machines(), took(weights=40, activations=35), 1, 1).fits
+
+
+def test_the_cache_of_a_server_holds_what_its_weights_leave(config):
+    attention = Attention(layers=32, heads=8, head_size=128)  # 128 KiB a token
+    serving = estimate.rollout(config, machines(), 8 * 2**30, attention)  # 16 GiB on two devices
+    assert serving.weights_gib == 8
+    assert serving.cache_gib == pytest.approx(0.9 * 80 - 8)
+    assert serving.sequences == int(64 * GIB / (64 * 1024) / 192)
+    assert not estimate.rollout(config, machines(devices_per_server=1), 40 * 2**30, attention).fits
+
+
+ADVICE = [
+    ("activations that can be recomputed", {"weights": 30, "activations": 60}, ["activationCheckpointing: true"]),
+    (
+        "micro-batches that may be shorter",
+        {"weights": 30, "activations": 60},
+        ["maxTokensPerMicroBatch: 192 (now 256)"],
+    ),
+    ("states that more processes share", {"weights": 30, "optimizer": 60}, ["spec.trainer.nodes: 2", "lora: {}"]),
+]
+
+
+@pytest.mark.parametrize(("parts", "expected"), [case[1:] for case in ADVICE], ids=[case[0] for case in ADVICE])
+def test_what_does_not_fit_is_given_a_remedy(config, parts, expected):
+    serving = estimate.rollout(config, machines(), 10**9, Attention(2, 2, 64))
+    found = "\n".join(estimate.advice(config, machines(), estimate.trainer(machines(), took(**parts), 1, 1), serving))
+    assert all(text in found for text in expected), found
+
+
+def test_what_fits_is_given_no_advice(config):
+    serving = estimate.rollout(config, machines(), 10**9, Attention(2, 2, 64))
+    assert estimate.advice(config, machines(), estimate.trainer(machines(), took(weights=1), 1, 1), serving) == []
+
+
+async def test_a_plan_needs_the_models_configuration_and_nothing_else(config):
+    page, fits = await planner.plan(config, machines(), None, 2.0)
+    assert fits
+    assert "all weights of a model of 0.00 billion parameters, 1 × 4 training processes, 2 servers × 2, H100" in page
+    assert "of 80: fits" in page
+    assert "at 2 a device and hour" in page
+
+
+async def test_without_a_configuration_within_reach_the_remedy_is_named(config, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    away = config.model_copy(
+        update={"model": config.model.model_copy(update={"uri": "hf://nobody/nothing", "path": "/nowhere"})}
+    )
+    with pytest.raises(ValueError, match=r"spec\.model\.uri: hf://nobody/nothing .*--model-config FILE"):
+        await planner.plan(away, machines(), None, None)
+    page, _ = await planner.plan(away, machines(), config.model.path, None)
+    assert "fits" in page
+
+
+async def test_a_configuration_that_is_not_there_is_named(config):
+    with pytest.raises(ValueError, match="--model-config: /nowhere is not a file"):
+        await planner.plan(config, machines(), "/nowhere", None)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("H100", "bfloat16"), ("cpu", "float32")])
+def test_an_automatic_type_is_that_of_the_device_planned_for(config, device, dtype):
+    automatic = config.model_copy(update={"trainer": config.trainer.model_copy(update={"dtype": "auto"})})
+    stated = planner._stated(automatic, pathlib.Path("folder"), machines(DEVICES[device]))
+    assert (stated.trainer.dtype, stated.model.path) == (dtype, "folder")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_predicted_peak_memory_is_within_a_tenth_of_the_measured_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(distributed, "UNSHARDED_BYTES", distributed.UNSHARDED_BYTES)
+    for size in SIZES:
+        make_model(size, tmp_path)
+    configs = {case: config_of(case[0], case[1], tmp_path) for case in CASES}
+    predicted = {}
+    for case in CASES:
+        placed(case[3])
+        predicted[case] = sum(rehearse(configs[case], ranks=case[2]).memory.values())
+    actual = {case: measured(configs[case], 1) for case in CASES if case[2] == 1}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(on_rank, (port, tmp_path, [case for case in CASES if case[2] == 2]), nprocs=2)
+    actual |= torch.load(tmp_path / "rank0.pt", weights_only=False)
+    with capsys.disabled():
+        print(f"\n{'model':8}{'training':10}{'ranks':>5}  {'placement':10}{'predicted':>10}{'measured':>10} MiB  error")
+        for case in CASES:
+            size, training, ranks, placement = case
+            ratio = predicted[case] / actual[case] - 1
+            print(
+                f"{size:8}{training:10}{ranks:5}  {placement:10}{predicted[case] / MIB:10.1f}{actual[case] / MIB:10.1f}"
+                f"      {ratio:+.1%}"
+            )
+    for case in CASES:
+        assert predicted[case] == pytest.approx(actual[case], rel=0.1), case
