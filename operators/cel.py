@@ -132,8 +132,9 @@ def _quantities() -> Iterator[Rule]:
 def _algorithms() -> Iterator[Rule]:
     for name, entry in ALGORITHMS.items():
         least = entry.minimum_group_size
-        remedy = f"{name} compares samples of a prompt: at least {least}"
-        yield Rule(f"self.type != {_quoted(name)} || self.groupSize >= {least}", remedy, ".groupSize")
+        if least > 1:
+            remedy = f"{name} compares samples of a prompt: at least {least}"
+            yield Rule(f"self.type != {_quoted(name)} || self.groupSize >= {least}", remedy, ".groupSize")
     for parameter in sorted({to_camel(name) for entry in ALGORITHMS.values() for name in entry.parameters}):
         owners = [name for name, entry in ALGORITHMS.items() if parameter in map(to_camel, entry.parameters)]
         given = f"!has(self.parameters) || !has(self.parameters.{parameter})"

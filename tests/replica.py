@@ -34,6 +34,7 @@ Dict = dict[str, Any]
 
 def install(plane: ControlPlane) -> pathlib.Path:
     """The CRD and the operator's rules; returns the kubeconfig of its ServiceAccount."""
+    until(lambda: not _leaving(plane), "the namespace of an operator that was removed is gone", 120)
     if plane.api.find("Namespace", NAMESPACE) is None:
         plane.api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     for file in INSTALLED:
@@ -41,6 +42,10 @@ def install(plane: ControlPlane) -> pathlib.Path:
             plane.api.apply(body)
     until(lambda: served(plane.api), "RLJobs are served")
     return plane.service_account(NAMESPACE, ACCOUNT)
+
+
+def _leaving(plane: ControlPlane) -> bool:
+    return "deletionTimestamp" in (plane.api.find("Namespace", NAMESPACE) or {"metadata": {}})["metadata"]
 
 
 def served(api: Api) -> bool:

@@ -8,8 +8,10 @@ import re
 
 import pytest
 import yaml
+from pydantic.alias_generators import to_camel
 
 from operators import cel, crd, edits, manifest
+from pipeline.algorithms.registry import ALGORITHMS
 from tests.judge import Judge, install
 from tests.kubeapi import ApiError
 from tests.test_spec import EVERYTHING, MINIMAL
@@ -67,6 +69,20 @@ def test_a_file_that_the_command_line_refuses_is_refused_by_the_server(judge, pa
     assert reason
 
 
+def wrong_parameters():
+    """Each own parameter of an algorithm, given to one that lacks it."""
+    values = {bool: True, int: 3, float: "0.5"}
+    for name, default in {
+        name: value for each in ALGORITHMS.values() for name, value in each.parameters.items()
+    }.items():
+        stranger = next(other for other, each in ALGORITHMS.items() if name not in each.parameters)
+        yield job(
+            algorithm__type=stranger,
+            algorithm__groupSize=4,
+            algorithm__parameters={to_camel(name): values[type(default)]},
+        )
+
+
 BREAKS = [
     job(model__trustRemoteCode=True),
     job(data__sets=[{"name": "a"}]),
@@ -83,8 +99,14 @@ BREAKS = [
     job(environment={"maxTurns": 2}),
     job(environment={"class": "a:B", "from": {"configMap": "x"}}),
     job(environment={"library": "reasoning-gym"}, data__sets=[{"uri": "s3://data/a.jsonl"}]),
-    job(algorithm__groupSize=1),
-    job(algorithm__type="cispo", algorithm__parameters={"dualClip": "3"}),
+    *(
+        job(algorithm__type=name, algorithm__groupSize=1)
+        for name, each in ALGORITHMS.items()
+        if each.minimum_group_size > 1
+    ),
+    *wrong_parameters(),
+    job(algorithm__kl={"target": "0.02"}),
+    job(trainer__lora={"targets": ["lm_head"]}),
     job(algorithm__updatesPerStep=3),
     job(algorithm__warmupSteps=201),
     job(algorithm__kl={"estimator": "k1"}),
@@ -114,7 +136,7 @@ BREAKS = [
 OTHER_WORDS = {
     "another set has the same name; give each one a name of its own",
     "its name, or that of its file, cannot be a set's name; give it one: name: …",
-    "only grpo has this parameter",
+    *(rule.message for rules in cel.RULES.values() for rule in rules if rule.message.endswith("has this parameter")),
 }
 """Rules that cannot name the culprit in CEL."""
 
@@ -144,7 +166,7 @@ def stored(plane, namespace):
     """A job that the server holds: running, or suspended; `change` tries an edit of it."""
 
     def create(suspend: bool, status=None):
-        made = job(EVERYTHING, suspend=suspend, algorithm__type="grpo", checkpoint__resumeFrom="s3://team-a/miles/x")
+        made = job(EVERYTHING, suspend=suspend, checkpoint__resumeFrom="s3://team-a/miles/x")
         made["metadata"] = {"name": "a"}
         plane.api.create(made, namespace, fieldValidation="Strict")
         if status:
@@ -170,8 +192,8 @@ EDITED = {
     "spec.managedBy": "another",
     "spec.model": {"revision": "x"},
     "spec.data": {"sets": [GENERATOR | {"parameters": {"a": 1}}]},
-    "spec.environment": {"name": "x"},
-    "spec.algorithm.type": "ppo",
+    "spec.environment": {"maxTurns": 3},
+    "spec.algorithm.type": "grpo",
     "spec.algorithm.groupSize": 4,
     "spec.algorithm.promptsPerStep": 64,
     "spec.trainer.nodes": 3,
