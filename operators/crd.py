@@ -122,6 +122,8 @@ def _resource() -> Node:
 def _structural(node: Node, path: str) -> Node:
     """`node` in the part of OpenAPI that a CRD may hold; `path` has no list positions."""
     made = {key: node[key] for key in _COPIED if key in node}
+    if "const" in node:  # a choice of one
+        made["enum"] = [node["const"]]
     if text := _description(node):
         made = {"description": text} | made
     if path.startswith("spec") and (default := _default(node)) is not None:

@@ -106,7 +106,7 @@ BREAKS = [
     ),
     *wrong_parameters(),
     job(algorithm__kl={"target": "0.02"}),
-    job(trainer__lora={"targets": ["lm_head"]}),
+    job(trainer__lora={"targets": "q_proj,lm_head"}),
     job(algorithm__updatesPerStep=3),
     job(algorithm__warmupSteps=201),
     job(algorithm__kl={"estimator": "k1"}),
