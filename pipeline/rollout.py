@@ -12,25 +12,23 @@ import contextlib
 import functools
 import logging
 import os
-import pathlib
 import random
-import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any
 
 from pipeline import config as configuration
-from pipeline import evaluation, status, termination, weights
+from pipeline import evaluation, status, termination
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.clock import Clock, SystemClock
 from pipeline.config import RunConfig
 from pipeline.environments.episode import Environment
 from pipeline.evaluation import EvaluationSet
 from pipeline.groups import Groups
-from pipeline.inference import VLLM, EngineError, Weights
+from pipeline.inference import VLLM, EngineError
 from pipeline.messages import EvaluationRequest
+from pipeline.policies import Policies, scratch
 from pipeline.prompts import PromptSource
 from pipeline.rewards.scorer import Scorer
 from pipeline.sampling import TOLD, Sampler
@@ -47,9 +45,6 @@ OUTAGE_S = 900.0
 """Longest silence of the store that a worker sits out."""
 TRIES = 3
 """Times that one evaluation, or loading weights, may fail in a row."""
-SCRATCH_VARIABLE = "MILES_SCRATCH"
-"""Folder for weights on their way into the inference server, which must see it too."""
-SHARED_MEMORY = "/dev/shm"
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +62,7 @@ class Worker:
         sampler: Sampler,
         evaluations: list[EvaluationSet],
         clock: Clock,
-        policies: "Policies",
+        policies: Policies,
         aside: evaluation.Aside,
     ) -> None:
         self.config, self.storage, self.writer, self.clock = config, storage, writer, clock
@@ -320,51 +315,6 @@ class Worker:
         if self.control.stop is not None:
             return "a trainer to take up the run, which had ended"
         return "the first policy version" if self.control.version is None else "weights to be loaded"
-
-
-class Policies:
-    """Policy versions on this machine, on their way into the engine.
-
-    Adapters are merged into a float32 copy of the base beside the server, or handed over as they are (`hot`).
-    """
-
-    def __init__(self, storage: Storage, config: RunConfig, scratch: pathlib.Path) -> None:
-        self.storage, self.scratch = storage, scratch
-        self.base, self.merge = config.model.path, config.rollout.adapter_loading == "merge"
-
-    async def prepare(self, version: Version) -> Weights:
-        """Fetch `version`. Raises StorageError where it is not there or damaged."""
-        folder = self.scratch / str(version)
-        manifest = await weights.fetch(self.storage, version, str(folder), self.base)
-        if manifest.kind == "base":
-            return Weights(version, "base", self.base)
-        if manifest.kind == "full" or not self.merge:
-            return Weights(version, manifest.kind, str(folder))
-        merged = folder / "merged"
-        await asyncio.to_thread(weights.merge_adapter, self.base, str(folder), str(merged))
-        return Weights(version, "merged", str(merged))
-
-    def keep_only(self, version: Version) -> None:
-        """Remove the files of other versions; an adapter that is served as it is may be read again."""
-        for folder in self.scratch.iterdir():
-            if folder.name != str(version) or self.merge:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def scratch(config: RunConfig, instance: str) -> Iterator[pathlib.Path]:
-    """A folder of this instance's own, empty even if its predecessor was killed: in memory where that has room for a
-    float32 copy of a 16-bit model, unless MILES_SCRATCH names another place."""
-    size = sum(path.stat().st_size for path in pathlib.Path(config.model.path).glob("*.safetensors"))
-    roomy = os.path.isdir(SHARED_MEMORY) and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
-    parent = os.environ.get(SCRATCH_VARIABLE) or (SHARED_MEMORY if roomy else tempfile.gettempdir())
-    folder = pathlib.Path(parent) / f"miles-{config.run_id}-{instance}".replace("/", "-")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 async def serve(config: RunConfig, url: str, instance: str) -> None:

@@ -30,6 +30,7 @@ from pipeline.evaluation import open_sets
 from pipeline.experience import RolloutGroup
 from pipeline.inference import Completion, EngineLost, FakeEngine, Weights
 from pipeline.messages import CONTROL_KEY, ControlState, EvaluationRequest, Heartbeat, WriterEntry, evaluation_key
+from pipeline.policies import Policies
 from pipeline.prompts import PromptSource
 from pipeline.rewards.scorer import Score
 from pipeline.sampling import TOLD, Sampler
@@ -196,7 +197,7 @@ async def stage(
         Sampler(engine, Tokenizer(config.model.path), scorer, clock, None, config.rollout.max_model_len),
         open_sets(config),
         clock,
-        rollout.Policies(storage, config, folder / "scratch"),
+        Policies(storage, config, folder / "scratch"),
         aside,
     )
     (folder / "scratch").mkdir(exist_ok=True)
@@ -826,7 +827,7 @@ async def test_an_adapter_is_merged_beside_the_server_or_handed_over_as_it_is(
     config = config.model_copy(update={"model": ModelConfig(uri="file:///model", path=str(base))})
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    policies = rollout.Policies(storage, config, scratch)
+    policies = Policies(storage, config, scratch)
     prepared = await policies.prepare(version)
     assert prepared.version == version
     if loading == "hot":
@@ -868,7 +869,7 @@ def test_workers_and_the_real_coordinator_train_every_index_once_within_the_stal
                 sampler,
                 [],
                 clock,
-                rollout.Policies(storage, config, scratch),
+                Policies(storage, config, scratch),
                 aside,
             )
             workers.append(worker)
