@@ -27,7 +27,7 @@ try:
     from pipeline import batching, checkpoint, distributed
     from pipeline.algorithms.losses import Tokens
     from pipeline.background import Background
-    from pipeline.batching import Batch, MicroBatch
+    from pipeline.batching import Batch
     from pipeline.learner import Learner
 except ModuleNotFoundError as missing:
     print(f"miles replay: needs {missing.name}, which is not installed: pip install 'miles[trainer]'", file=sys.stderr)
@@ -79,24 +79,18 @@ class Watched:
 
     def __init__(self, learner: Learner) -> None:
         self._algorithm = learner.algorithm
-        self._rows: np.ndarray = np.zeros(0)  # [R] samples of the micro-batch that the policy has seen last
         self.samples: dict[int, Sample] = {}
-        learner.policy.register_forward_pre_hook(self._note)
         learner.algorithm = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._algorithm, name)
 
-    def _note(self, policy: torch.nn.Module, inputs: tuple[MicroBatch]) -> None:
-        self._rows = inputs[0].row
-
     def loss(self, logprobs: Tensor, entropy: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Any:
         now = logprobs.detach()
         old = now if tokens.old is None else tokens.old
         weights, ratios = (old - tokens.sampled).exp(), (now - old).exp()
-        rows = torch.as_tensor(self._rows, device=now.device)
-        for row in rows[tokens.mask].unique().tolist():
-            own = tokens.mask & (rows == row)
+        for row in tokens.rows[tokens.mask].unique().tolist():
+            own = tokens.mask & (tokens.rows == row)
             mean = [float(values[own].double().mean()) for values in (tokens.advantages, weights, ratios)]
             self.samples[row] = Sample(mean[0], int(own.sum()), mean[1], float(weights[own].max()), mean[2])
         return self._algorithm.loss(logprobs, entropy, tokens, config)
