@@ -15,13 +15,14 @@ from pipeline.coordinator import Coordinator
 from pipeline.experience import Rollout, RolloutGroup
 from pipeline.messages import shard_key
 from pipeline.resume import State
-from pipeline.storage import Conflict, MemoryBucket, ObjectInfo, Storage, open_storage
+from pipeline.storage import MemoryBucket, ObjectInfo, Storage, open_storage
 from pipeline.store import __main__ as command
 from pipeline.store import garbage, speed
 from pipeline.store.garbage import Facts
 from pipeline.versions import Version
 from pipeline.writer import Report, Writer
 from tests.conftest import SkippingClock
+from tests.test_storage import Careless
 
 STEPS = 2
 
@@ -88,18 +89,6 @@ def test_the_check_says_what_holds_and_how_fast_it_is_and_leaves_nothing(tmp_pat
     assert [line[:3] for line in lines[:6]] == ["yes"] * 6
     assert "puts, 32 at once" in "".join(lines)
     assert keys(f"file://{tmp_path}") == set()
-
-
-class Careless(MemoryBucket):
-    """Every writer of a race wins."""
-
-    async def write(self, key, data, metadata, condition):
-        await asyncio.sleep(0)
-        present = self.objects.get(key)
-        if condition is not None and condition != (present.info.etag if present else "*"):
-            raise Conflict("412")
-        await asyncio.sleep(0)
-        return await super().write(key, data, metadata, None)
 
 
 def test_the_check_of_a_store_that_lets_every_writer_win_names_what_fails_and_the_remedy(capsys):
