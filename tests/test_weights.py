@@ -314,7 +314,10 @@ def test_half_an_adapter_is_refused(base, adapter, tmp_path):
 
 @pytest.mark.slow
 def test_tensors_are_merged_exactly_as_peft_merges_them(tmp_path):
-    torch, transformers, peft = (pytest.importorskip(name) for name in ("torch", "transformers", "peft"))
+    import peft
+    import torch
+    import transformers
+
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.Qwen2Config(vocab_size=100, num_key_value_heads=1, tie_word_embeddings=True, **sizes)
     model = transformers.Qwen2ForCausalLM(config).float()
