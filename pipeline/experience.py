@@ -151,7 +151,7 @@ def encode(groups: list[RolloutGroup]) -> bytes:
         "prompt_ids": [group.prompt_ids for group, _, _ in rows],
         "completion": [_text(rollout.completion) for _, _, rollout in rows],
         "completion_ids": [rollout.completion_ids for _, _, rollout in rows],
-        "logprobs": [[0.0 if 0.0 < p <= ROUNDING else p for p in rollout.logprobs] for _, _, rollout in rows],
+        "logprobs": _rounded([rollout.logprobs for _, _, rollout in rows]),
         "finish_reason": [rollout.finish_reason for _, _, rollout in rows],
         "reward": [rollout.reward for _, _, rollout in rows],
         "rewards": [list(rollout.rewards.items()) for _, _, rollout in rows],
@@ -181,6 +181,12 @@ def encode(groups: list[RolloutGroup]) -> bytes:
         write_page_checksum=True,
     )
     return sink.getvalue()
+
+
+def _rounded(logprobs: list[Sequence[float]]) -> pa.Array:
+    made = pa.array(logprobs, SCHEMA.field("logprobs").type)
+    values = made.values.to_numpy()
+    return pa.LargeListArray.from_arrays(made.offsets, np.where((values > 0) & (values <= ROUNDING), 0, values))
 
 
 def _text(text: str | None) -> str | None:
