@@ -128,6 +128,14 @@ bench-store: $(READY) ## the store's figures: bytes a token, codec, planner, put
 	@$(say) "bench-store: codec, planner at 500 writers, put to visible on a folder and on SeaweedFS; about a minute"
 	@$(BIN)/python -m tests.bench_store
 
+bench-trainer: $(READY) | $(MODELS) ## the trainer's tokens/s, as a ratio to a bare loop on the same packed batch
+	@$(say) "bench-trainer: SmolLM2-135M, LoRA and all weights; about four minutes on two cores"
+	@$(BIN)/python -m tests.bench_trainer
+
+plan-accuracy: $(READY) ## memory that miles plan predicts beside what the trainer then takes, as a table
+	@$(say) "plan-accuracy: three sizes, all weights and LoRA, one and two ranks; about a minute on two cores"
+	@$(BIN)/pytest tests/test_plan.py -m slow -k within -s
+
 bench-operator: $(READY) ## the operator under a thousand RLJobs on a real API server, as a table of its limits
 	@$(say) "bench-operator: 1,000 RLJobs, five quiet minutes, restart and take-over; about ten minutes on two cores"
 	@$(BIN)/python -m tests.bench_operator

@@ -40,6 +40,16 @@ def test_every_folder_of_modules_is_a_package(setup):
     assert {".".join(folder.relative_to(ROOT).parts) for folder in folders} == set(packages)
 
 
+def test_every_target_that_make_names_does_something():
+    text = (ROOT / "Makefile").read_text()
+    (named,) = [line.split()[1:] for line in text.splitlines() if line.startswith(".PHONY:")]
+    commands = [name for name in named if name not in ("test", "setup", "models")]  # made of others
+    for name in commands:
+        rule = text.partition(f"\n{name}:")[2].partition("\n\n")[0]
+        assert "\n\t" in rule, f"make {name} has no recipe"
+        assert "##" in rule.partition("\n")[0], f"make help does not tell of {name}"
+
+
 def test_pip_and_uv_agree_on_the_python_versions(setup, project):
     assert project["project"]["requires-python"] == setup["options"]["python_requires"]
 
