@@ -87,6 +87,7 @@ class World:
         self.deaf: set[str] = set()  # of Jobs whose trainer does not listen
         self.made: dict[str, set[int]] = collections.defaultdict(set)  # uid of a Job → indices that had a pod
         self.lost: dict[str, datetime.datetime] = {}  # uid of a pod → when its node was lost
+        self.makers: dict[str, str] = {}  # uid of a trainer's pod → its first controller; it may be orphaned since
         self.troubled: set[str] = set()  # uids of Jobs that something has happened to
         self.blameless: set[str] = set()  # uids of Jobs that others ended
         self.crashed: dict[str, str] = {}  # uid of a Job that failed by itself → name of the pod to blame
@@ -416,7 +417,8 @@ class World:
                 and not _ended(pod)
                 and pod["metadata"]["uid"] not in self.lost
             ):
-                at_work[labels["miles.dev/job-uid"]].add(controller(pod) or f"orphan of {labels['miles.dev/attempt']}")
+                maker = self.makers.setdefault(pod["metadata"]["uid"], controller(pod) or "unknown")
+                at_work[labels["miles.dev/job-uid"]].add(maker)
         for owners in at_work.values():
             assert len(owners) <= 1, f"two attempts at once: {owners}"
 
