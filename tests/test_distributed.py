@@ -3,16 +3,13 @@
 All that two ranks do is done in one pair of processes (`two_ranks`); the tests compare its results.
 """
 
-import os
 import pathlib
-import socket
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from pipeline import batching, distributed, model
 from pipeline.algorithms import aggregation, cispo, grpo, gspo
@@ -25,7 +22,7 @@ from pipeline.batching import Batch
 from pipeline.config import AlgorithmConfig, CorrectionConfig
 from pipeline.learner import Learner
 from pipeline.model import CRITIC, Policy, of_critic
-from tests import policies
+from tests import gloo, policies
 from tests.batches import batch_of, random_batch
 from tests.policies import LORA, VOCABULARY, save_model
 
@@ -147,12 +144,9 @@ def gradient_of(policy: Policy, sharding: distributed.Sharding, batch: Batch, li
     return distributed.reduce({"loss": total})["loss"], gradients
 
 
-def work(rank: int, port: int, folder: pathlib.Path, out: pathlib.Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    device = distributed.start(timeout_s=120)
-    results: dict[str, Any] = {"device": device, "ranks": (distributed.rank(), distributed.world_size())}
+def work(folder: pathlib.Path, out: pathlib.Path) -> None:
+    rank = distributed.rank()
+    results: dict[str, Any] = {"ranks": (rank, distributed.world_size())}
     results |= collectives(rank)
     whole = distributed.UNSHARDED_BYTES
     for name, (training, precision, limit, placement) in CASES.items():
@@ -166,7 +160,6 @@ def work(rank: int, port: int, folder: pathlib.Path, out: pathlib.Path) -> None:
         results[f"steps-{placement}"] = steps(folder)
         results |= {f"{name}-{placement}": value for name, value in life(folder, out / placement).items()}
     torch.save(results, out / f"rank{rank}.pt")
-    distributed.stop()
 
 
 def collectives(rank: int) -> dict[str, Any]:
@@ -203,12 +196,6 @@ def life(folder: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     return results
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     # GPT-2: its norms compute in the type they are given, so that float64 can show exactness.
@@ -223,7 +210,7 @@ def outputs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_ranks(folder, outputs):
     """The results of both ranks."""
-    torch.multiprocessing.spawn(work, (free_port(), folder, outputs), nprocs=2)
+    gloo.run(work, folder, outputs)
     return [torch.load(outputs / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
@@ -324,7 +311,6 @@ class TestALife:
 
 def test_collectives_give_every_rank_the_same(two_ranks):
     for rank, results in enumerate(two_ranks):
-        assert results["device"] == CPU
         assert results["ranks"] == (rank, 2)
         assert results["broadcast"] == {"plan": [1, 2]}
         assert results["gather"] == ["rank 0", "rank 1"]

@@ -1,19 +1,16 @@
 """pipeline.model.loading: the values that transformers would load, on one rank and on two, never whole on either."""
 
 import json
-import os
 import pathlib
-import socket
 import threading
 
 import pytest
 import torch
-import torch.multiprocessing
 import transformers
 
 from pipeline import distributed, model
 from pipeline.model import loading
-from tests import policies
+from tests import gloo, policies
 from tests.policies import LORA, save_model
 
 CPU = torch.device("cpu")
@@ -64,10 +61,7 @@ class Watch(threading.Thread):
         return int(line.split()[1]) * 1024
 
 
-def on_rank(rank: int, port: int, folders: dict[str, pathlib.Path], out: pathlib.Path) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    distributed.start(timeout_s=200)
+def on_rank(folders: dict[str, pathlib.Path], out: pathlib.Path) -> None:
     distributed.UNSHARDED_BYTES = 0
     results = {case: values(loaded(folders[kind], training)) for case, (kind, training) in CASES.items()}
     config = policies.run_config(folders["deep"])
@@ -78,8 +72,7 @@ def on_rank(rank: int, port: int, folders: dict[str, pathlib.Path], out: pathlib
     loading._read(deep, config)
     watch.ended.set()
     results["peak"] = watch.most
-    torch.save(results, out / f"rank{rank}.pt")
-    distributed.stop()
+    torch.save(results, out / f"rank{distributed.rank()}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +148,7 @@ def test_an_adapter_starts_with_a_product_of_zero_and_as_large_as_pefts(folders)
 
 @pytest.mark.timeout(400)
 def test_two_ranks_hold_the_same_in_shares_and_read_without_a_copy_of_the_whole(folders, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(on_rank, (port, folders, tmp_path), nprocs=2)
+    gloo.run(on_rank, folders, tmp_path)
     whole = sum(tensor.nbytes for tensor in stock(folders["deep"]).values())
     for rank in (0, 1):
         results = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)

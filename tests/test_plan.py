@@ -1,12 +1,9 @@
 """pipeline.plan: what it predicts is what the trainer then takes, and what it says of a job is right."""
 
-import os
 import pathlib
-import socket
 
 import pytest
 import torch
-import torch.multiprocessing
 import transformers
 
 from pipeline import batching, distributed
@@ -17,7 +14,7 @@ from pipeline.plan import estimate, planner
 from pipeline.plan.estimate import Attention
 from pipeline.plan.machines import DEVICES, GIB, Device, Machines
 from pipeline.plan.rehearsal import MICRO_BATCHES, Rehearsal, full_batch, rehearse
-from tests import policies
+from tests import gloo, policies
 
 CONFIGS = pathlib.Path(__file__).parent / "configs"
 
@@ -84,16 +81,12 @@ def placed(placement: str) -> None:
     distributed.UNSHARDED_BYTES = 2**31 if placement == "gathered" else 0
 
 
-def on_rank(rank: int, port: int, root: pathlib.Path, cases: list[Case]) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    distributed.start(timeout_s=120)
+def on_rank(root: pathlib.Path, cases: list[Case]) -> None:
     peaks = {}
     for size, training, ranks, placement in cases:
         placed(placement)
         peaks[size, training, ranks, placement] = measured(config_of(size, training, root), 2)
-    torch.save(peaks, root / f"rank{rank}.pt")
-    distributed.stop()
+    torch.save(peaks, root / f"rank{distributed.rank()}.pt")
 
 
 def machines(device: Device = DEVICES["H100"], **changes: float) -> Machines:
@@ -254,10 +247,7 @@ def test_predicted_peak_memory_is_within_a_tenth_of_the_measured_one(tmp_path, m
         placed(case[3])
         predicted[case] = sum(rehearse(configs[case], ranks=case[2]).memory.values())
     actual = {case: measured(configs[case], 1) for case in CASES if case[2] == 1}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(on_rank, (port, tmp_path, [case for case in CASES if case[2] == 2]), nprocs=2)
+    gloo.run(on_rank, tmp_path, [case for case in CASES if case[2] == 2])
     actual |= torch.load(tmp_path / "rank0.pt", weights_only=False)
     with capsys.disabled():
         print(f"\n{'model':8}{'training':10}{'ranks':>5}  {'placement':10}{'predicted':>10}{'measured':>10} MiB  error")
