@@ -127,6 +127,16 @@ async def test_new_weights_answer_at_once_and_a_server_that_restarts_alone_is_no
     await engine.close()
 
 
+def test_the_processes_of_a_server_share_what_they_have_imported(server: vllm_server.VLLMServer) -> None:
+    shared = []
+    for pid in server.pids():
+        fields = dict(
+            line.split(":") for line in pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        )
+        shared.append(int(fields["Shared_Dirty"].split()[0]) / 1024)
+    assert sum(mib > 100 for mib in shared) >= 3, shared  # server, engine, worker
+
+
 async def test_a_cancelled_request_leaves_the_server_idle(server: vllm_server.VLLMServer, base: pathlib.Path) -> None:
     import aiohttp
 

@@ -57,6 +57,11 @@ class VLLMServer:
             time.sleep(0.5)
         raise AssertionError(f"vLLM is not ready after {START_LIMIT_S} s: {self._log.read_text()[-3000:]}")
 
+    def pids(self) -> list[int]:
+        """The server's process and all below it."""
+        assert self._process is not None
+        return [self._process.pid, *job.descendants(self._process.pid)]
+
     def kill(self) -> None:
         """At once; its engine has to end with it."""
         if self._process is None:
