@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from pipeline import distributed
 from pipeline.storage import Storage, StorageError, file_sha256
+from pipeline.trainer_log import Fenced
 from pipeline.versions import Version
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ async def prune(storage: Storage, newest_version: Version, keep_last: int) -> Ch
     """Delete all but the last `keep_last` checkpoints and what unfinished ones left; returns the oldest one kept.
 
     The manifest goes first: a half-deleted checkpoint is an unfinished one. Nothing above `newest_version` is touched.
+    Raises Fenced if neither that one nor an older one is left: a successor, which has newer ones, has pruned them.
     """
     keys: dict[Version, list[str]] = {}
     for info in await storage.list(FOLDER):
@@ -139,6 +141,8 @@ async def prune(storage: Storage, newest_version: Version, keep_last: int) -> Ch
         if version <= newest_version:
             keys.setdefault(version, []).append(info.key)
     complete = [found for found in await newest(storage) if found.version <= newest_version]
+    if not complete:
+        raise Fenced(f"checkpoint {newest_version} is gone: another trainer has taken over")
     kept = complete[: max(1, keep_last)]
     for version in keys.keys() - {found.version for found in kept}:
         for key in sorted(keys[version], key=lambda key: not key.endswith(MANIFEST)):

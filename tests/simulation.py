@@ -49,8 +49,13 @@ from tests.virtual import VirtualClock, VirtualLoop
 
 log = logging.getLogger(__name__)
 
+CALM_FROM_S = 1_000.0
+"""Virtual time from which on nothing is killed, stalls or fails any more: whatever happened before, the run must end.
+Without such an end a run may hang by chance alone: stalls that outlast each other call for more and more rivals."""
 LONGEST_S = 5_000.0
 """Virtual time after which a run counts as hanging."""
+MESSAGE_CHARACTERS = 250
+"""Of what went wrong, in the one line that says so."""
 ELASTIC = (1, 8, 2, 0, 3)
 """Workers wanted, one stretch of time after the other."""
 GRACE_S = 20.0
@@ -79,7 +84,7 @@ class Killed(BaseException):
 
 @dataclasses.dataclass(frozen=True)
 class Hazards:
-    """Chances per storage call, unless said otherwise."""
+    """Chances per storage call, unless said otherwise; of what strikes processes and calls, until CALM_FROM_S."""
 
     kill_trainer: float = 0.0
     kill_worker: float = 0.0
@@ -171,7 +176,11 @@ class WatchedBucket(MemoryBucket):
             after = ControlState.decode(data)
             self._check(self.control if condition != "*" else None, after)
             self.control = after
-            self.finals |= {ulid: entry.final for ulid, entry in after.writers.items() if entry.final is not None}
+            for ulid, entry in after.writers.items():
+                if entry.final is None:
+                    self.finals.pop(ulid, None)
+                else:
+                    self.finals.setdefault(ulid, entry.final)
         if key.startswith("trainer/log/"):
             record = decode(data)
             if isinstance(record, Withdraw):
@@ -240,18 +249,18 @@ class Process:
     async def before(self, operation: str, key: str) -> None:
         self.world.counts["calls"] += 1
         await self._proceed()
-        if self.world.in_outage() or self.world.chance(self.world.fault_rate / 2):
+        if self.world.in_outage() or self.world.strikes(self.world.fault_rate / 2):
             self.world.counts["faults"] += 1
             raise Transient("503")
 
     async def after(self, operation: str, key: str) -> None:
         await self._proceed()
-        if self.world.chance(self.world.fault_rate / 2):
+        if self.world.strikes(self.world.fault_rate / 2):
             self.world.counts["faults"] += 1
             raise Transient("connection reset")
 
     async def _proceed(self) -> None:
-        if self.world.chance(self.world.hazards.stall):
+        if self.world.strikes(self.world.hazards.stall):
             self.stalled_until = self.world.now() + self.world.random.uniform(20, 200)
             log.info("%s stalls until %.1f", self.name, self.stalled_until)
         await self.sleep(self.world.random.uniform(0.001, 0.05))
@@ -312,6 +321,7 @@ class World:
         self.finished = False
         self.trained: dict[int, Plan] = {}
         self.coordinator: Coordinator | None = None
+        """The newest; once `finished`, the one that has ended the run."""
 
     def _configure(self) -> RunConfig:
         return RunConfig(
@@ -346,6 +356,9 @@ class World:
     def chance(self, probability: float) -> bool:
         return probability > 0 and self.random.random() < probability
 
+    def strikes(self, probability: float) -> bool:
+        return self.now() < CALM_FROM_S and self.chance(probability)
+
     def in_outage(self) -> bool:
         return self.outage_from <= self.now() < self.outage_from + self.outage_s
 
@@ -354,7 +367,7 @@ class World:
             self.moments += 1
             if self.moments in self.crash_at:
                 return True
-        return self.kills_left > 0 and self.chance(process.kill)
+        return self.kills_left > 0 and self.strikes(process.kill)
 
     def wanted(self) -> int:
         """Workers that should run now."""
@@ -369,7 +382,7 @@ class World:
         running: dict[asyncio.Task[None], Process] = {}
         number = 0
         while not self.finished:
-            while all(process.stalled for process in running.values()) or self.chance(self.hazards.rivals):
+            while all(process.stalled for process in running.values()) or self.strikes(self.hazards.rivals):
                 process = Process(self, f"trainer {number}", self.hazards.kill_trainer)
                 running[asyncio.ensure_future(self._train(process))] = process
                 number += 1
@@ -400,7 +413,8 @@ class World:
         storage = process.storage()
         saved = await self._newest_checkpoint(storage)
         coordinator = Coordinator(storage, self.config, process.clock, random.Random(self.random.random()))
-        self.coordinator = coordinator
+        if not self.finished:
+            self.coordinator = coordinator
         await coordinator.take_over(saved["coordinator"] if saved else None)
         log.info("%s has term %d, from step %d", process.name, coordinator.term, coordinator.step)
         trained = {
@@ -456,6 +470,10 @@ class World:
                 await load_plan(storage, plan)
                 return plan
             except Unreadable as error:
+                lost = sorted(error.shards.keys() - self.bucket.rotten.keys())
+                if lost:
+                    await coordinator.stop("lost")  # one whose successor has collected them is fenced here
+                    raise Violation("lost", f"{lost} are planned and gone") from error
                 if all(group.key in error.shards for group in plan.groups):
                     self.bucket.restore()  # the run would end here, and say so
                 else:
@@ -471,8 +489,10 @@ class World:
         await self._retire(storage, coordinator, version)
 
     async def _retire(self, storage: MemoryStorage, coordinator: Coordinator, version: Version) -> None:
-        """What Lead does after a checkpoint."""
+        """What Lead and checkpoint.prune do after a checkpoint."""
         keys = sorted(info.key for info in await storage.list("checkpoints") if info.key <= _checkpoint_key(version))
+        if not keys:
+            raise Fenced(f"checkpoint {version} is gone")
         for key in keys[:-KEPT]:
             await storage.delete(key)
         if self.window:
@@ -488,14 +508,13 @@ class World:
         return json.loads(found.data) if found else None
 
     def _check_plan(self, plan: Plan) -> None:
-        """What is planned lies where the plan says, whole, undamaged, is not stale, and its writer was not revoked."""
+        """What is planned is whole, undamaged, not stale, and its writer was not revoked; that it is there: `_load`."""
         size, staleness_bound = self.config.algorithm.prompts_per_step, self.config.algorithm.max_staleness
         found = len(plan.groups) + self.bucket.withdrawn[plan.step]
         require(found == size, "broken", f"{len(plan.groups)} groups in step {plan.step}")
         for group in plan.groups:
-            if group.key in self.bucket.rotten:
+            if group.key in self.bucket.rotten or group.key not in self.bucket.objects:
                 continue
-            require(group.key in self.bucket.objects, "lost", f"{group.key} is planned and gone")
             shard = self.bucket.objects[group.key]
             require(hashlib.sha256(shard.data).hexdigest() == group.sha256, "broken", f"{group.key} was not read whole")
             table = experience.decode(shard.data).slice(group.start, group.stop - group.start)
@@ -537,6 +556,7 @@ class World:
             async with asyncio.timeout(LONGEST_S):
                 await asyncio.gather(self.trainers(), *(self.slot(number) for number in range(self.workers)))
         except TimeoutError:
+            log.info("told %s", self.bucket.control)
             raise Violation("hung", self._describe()) from None
         self._check_permits()
         dropped = await self._check_lineage()
@@ -552,10 +572,13 @@ class World:
     def _describe(self) -> str:
         if self.coordinator is None:
             return "no trainer"
-        ledger, control = self.coordinator.ledger, self.bucket.control
+        ledger, told = self.coordinator.ledger, self.bucket.control
+        writers = list(told.writers.values()) if told else []
         return (
-            f"step {self.coordinator.step} waits for {self.coordinator.waiting_for}; leases {ledger.leases}, "
-            f"delivered {list(ledger.delivered)}, planned {ledger.planned}, told {control}"
+            f"term {self.coordinator.term} waits for {self.coordinator.waiting_for} after step {self.coordinator.step}"
+            f", {len(ledger.leases)} leased, {len(ledger.delivered)} delivered, {len(ledger.planned)} planned; "
+            f"told by term {told.term if told else None}: {len(writers)} writers, "
+            f"{sum(entry.final is None for entry in writers)} not revoked"
         )
 
     def _check_permits(self) -> None:
@@ -564,7 +587,8 @@ class World:
         ledger, told = self.coordinator.ledger, self.bucket.control
         require(not (ledger.leases or ledger.delivered or ledger.planned), "leaked", self._describe())
         assert told is not None
-        require(not any(entry.leases for entry in told.writers.values()), "leaked", f"told {told}")
+        left = {ulid: entry.leases for ulid, entry in told.writers.items() if entry.leases}
+        require(not left, "leaked", f"the last control/state.json grants {left}")
         twice = [index for index, count in self.bucket.generated.items() if count > 1]
         # A worker that has waited out an outage commits again what may have arrived before it.
         forbidden = self.hazards.workers_live and not self.hazards.outage
@@ -645,7 +669,7 @@ class Worker:
 
     async def _round(self) -> bool:
         """True: the end."""
-        leaving = self.process.asked_to_leave is not None or self.world.chance(self.world.hazards.drain)
+        leaving = self.process.asked_to_leave is not None or self.world.strikes(self.world.hazards.drain)
         if leaving:
             self.writer.hand_back(list(self.running))
             await self._flush()
@@ -733,15 +757,24 @@ def scenario_of(seed: int) -> str:
 
 
 def attempt(seed: int, scenario: str) -> Outcome | tuple[str, str]:
-    """The outcome, or (kind, description) of what went wrong."""
+    """The outcome, or (kind, one line) of what went wrong."""
     try:
         return simulate(seed, scenario)
     except Exception as error:
         log.info("seed %d", seed, exc_info=True)
-        kind = error.kind if isinstance(error, Violation) else "broken"
-        return kind, f"seed {seed}: {error!r}; python -m tests.simulation --first {seed} --seeds 1 --verbose" + (
-            f" --scenario '{scenario}'" if scenario != scenario_of(seed) else ""
-        )
+        if isinstance(error, Violation):
+            return error.kind, described(seed, scenario, str(error))
+        return "broken", described(seed, scenario, repr(error))
+
+
+def described(seed: int, scenario: str, message: str) -> str:
+    """What went wrong and how to see it again; the whole message is in the log."""
+    if len(message) > MESSAGE_CHARACTERS:
+        message = message[: MESSAGE_CHARACTERS - 1] + "…"
+    again = f"python -m tests.simulation --first {seed} --seeds 1 --verbose"
+    if scenario != scenario_of(seed):
+        again += f" --scenario '{scenario}'"
+    return f"{scenario}, seed {seed}: {' '.join(message.split())}; {again}"
 
 
 def main() -> int:
@@ -764,7 +797,7 @@ def main() -> int:
                 totals[scenario].update(outcome.counts)
             else:
                 failures[outcome[0]] += 1
-                print(f"{scenario}: {outcome[1]}", flush=True)
+                print(outcome[1], flush=True)
     print_totals(totals)
     held, took = options.seeds - failures.total(), time.monotonic() - started
     print(

@@ -13,6 +13,7 @@ import torch
 from pipeline import checkpoint
 from pipeline.background import Background
 from pipeline.storage import StorageError, open_storage
+from pipeline.trainer_log import Fenced
 from pipeline.versions import Version
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one rank
@@ -185,6 +186,15 @@ def test_pruning_keeps_the_last_few_and_clears_unfinished_ones(store, background
     assert (oldest.version, oldest.state) == (Version(1, 30), {"step": 30})
     left = {info.key.split("/")[1] for info in background.run(store.list("checkpoints"))}
     assert left == {str(Version(1, step)) for step in (30, 40, 50)}  # 50 is another trainer's
+
+
+def test_a_trainer_whose_checkpoint_a_successor_has_pruned_learns_that_it_is_fenced(store, background):
+    save(store, background, 1, 10)
+    save(store, background, 2, 10)
+    background.run(checkpoint.prune(store, Version(2, 10), keep_last=1))
+    with pytest.raises(Fenced, match=r"another trainer has taken over"):
+        background.run(checkpoint.prune(store, Version(1, 10), keep_last=1))
+    assert [found.version for found in newest(store, background)] == [Version(2, 10)]
 
 
 RANKS = """

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from tests.simulation import SCENARIOS, VirtualClock, VirtualLoop, simulate
+from tests.simulation import SCENARIOS, VirtualClock, VirtualLoop, described, scenario_of, simulate
 
 pytestmark = pytest.mark.timeout(180)
 SHORT = (2, "calm")
@@ -38,6 +38,16 @@ def test_every_crash():
 def test_many_seeds_hold(scenario: str):
     for seed in range(10_000, 10_020):
         simulate(seed, scenario)
+
+
+@pytest.mark.parametrize("scenario", ["calm", "dynamic sampling"])
+def test_a_violation_is_one_readable_line_that_says_how_to_see_it_again(scenario: str):
+    line = described(13, scenario, "hung: " + "a\nlong story " * 1000)
+    assert len(line) <= 400
+    assert "\n" not in line
+    assert line.startswith(f"{scenario}, seed 13: hung: a long story")
+    assert "python -m tests.simulation --first 13 --seeds 1 --verbose" in line
+    assert ("--scenario" in line) == (scenario != scenario_of(13))
 
 
 def test_a_seed_decides_everything():
