@@ -7,6 +7,7 @@ import asyncio
 import collections
 import itertools
 import logging
+from collections.abc import Iterable
 
 from pipeline import planning
 from pipeline.algorithms.registry import ALGORITHMS
@@ -16,7 +17,7 @@ from pipeline.intake import Intake
 from pipeline.leases import Holder, Lease, Ledger, Suspicions, grant
 from pipeline.messages import shard_key
 from pipeline.planning import Choice
-from pipeline.roster import GETS_AT_ONCE, GONE_AFTER, Known, Roster
+from pipeline.roster import GETS_AT_ONCE, Known, Roster
 from pipeline.storage import Storage
 from pipeline.trainer_log import DropReason, Plan
 from pipeline.versions import Version
@@ -111,7 +112,7 @@ class Dispatcher:
                     self._fail(index, known, reason)
             if not patient:
                 await self._end_overdue(known, held[known.ulid])
-        self._forget()
+        self.forget(self.roster.gone())
 
     async def _end_overdue(self, known: Known, held: dict[int, Lease]) -> None:
         limit = self.rollout.group_timeout_s
@@ -143,9 +144,8 @@ class Dispatcher:
         log.info("prompt index %d is dropped: %s", index, reason)
         self.ledger.set_aside(index, reason)
 
-    def _forget(self) -> None:
-        silent = GONE_AFTER * self.rollout.lease_timeout_s
-        gone = [k for k in self.roster.writers.values() if not k.live and self.roster.silence(k) > silent]
+    def forget(self, gone: Iterable[Known]) -> None:
+        """Name these revoked writers no longer, but for those of which a successor would have to read groups again."""
         for ulid, cursor in self.ledger.cursors({known.ulid: known.cursor for known in gone}).items():
             if cursor == self.roster.writers[ulid].cursor:
                 del self.roster.writers[ulid]

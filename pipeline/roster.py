@@ -3,8 +3,11 @@
 Listing writers/ tells which heartbeats have changed; only those are read. Silence is measured in the trainer's own
 time: the sum of the intervals between its successful writes of control/state.json, by the store's clock, each cut
 at `longest_beat_s`. So neither an outage of the store nor a pause of the trainer counts against anybody, and no
-worker's clock matters. What a writer long gone has left in writers/ is deleted: the folder holds those of the last
-GONE_AFTER time-outs, however often workers are replaced.
+worker's clock matters.
+
+A revoked writer is named as such, so that it learns of it, until its heartbeat is GONE_AFTER time-outs old by the
+store's clock; then it is forgotten, and what it has left in writers/ is deleted. So both hold what those time-outs have
+seen, however often workers and trainers are replaced. One that wakes up even later is revoked on sight: `Known.met`.
 """
 
 import asyncio
@@ -19,7 +22,7 @@ log = logging.getLogger(__name__)
 
 GETS_AT_ONCE = 32
 GONE_AFTER = 10
-"""Lease time-outs after which a revoked, silent writer is no longer mentioned, and its heartbeat deleted."""
+"""Age of its heartbeat, in lease time-outs, from which on a revoked writer is forgotten, and the heartbeat deleted."""
 
 
 @dataclasses.dataclass
@@ -41,6 +44,13 @@ class Known:
     """Own time at which the heartbeat was last seen to change."""
     looked: float = -math.inf
     """Local time of the last look for a shard."""
+
+    @classmethod
+    def met(cls, heartbeat: Heartbeat) -> "Known":
+        """One that nobody has told of. If it has written shards, somebody once had: it was revoked and forgotten, or
+        control/state.json was lost. What it wrote would be read again by later trainers, so nothing of it counts, and
+        it registers anew."""
+        return cls(heartbeat.ulid, heartbeat.instance, final=0 if heartbeat.sequence else None)
 
     @property
     def live(self) -> bool:
@@ -73,6 +83,13 @@ class Roster:
     def silence(self, known: Known) -> float:
         return self.elapsed - known.heard
 
+    def gone(self) -> list[Known]:
+        """Revoked, and silent for so long that nobody waits for them to learn of it."""
+        return [known for known in self.writers.values() if not known.live and self._is_old(known.listed[1])]
+
+    def _is_old(self, modified: float) -> bool:
+        return modified < self.now - GONE_AFTER * self.lease_timeout_s
+
     def wrote(self, modified: float) -> None:
         """The trainer has written an object, at `modified` by the store's clock."""
         if self.now > -math.inf:
@@ -89,19 +106,13 @@ class Roster:
         for info, heartbeat in zip(changed, heartbeats, strict=True):
             if heartbeat is None:
                 continue
-            known = self.writers.get(heartbeat.ulid)
-            if known is None:
-                # Without a lease from this trainer or its predecessor, what it has written so far does not count.
-                known = self.writers[heartbeat.ulid] = Known(
-                    heartbeat.ulid, heartbeat.instance, cursor=heartbeat.sequence
-                )
+            known = self.writers.setdefault(heartbeat.ulid, Known.met(heartbeat))
             known.heartbeat, known.listed, known.heard = heartbeat, (info.etag, info.modified), self.elapsed
         return list((self._silent() | self._superseded()).values())
 
     async def _sweep(self, listed: list[ObjectInfo]) -> None:
         """Delete, a few at a time, what writers have left that are not known any more, or never were."""
-        old = self.now - GONE_AFTER * self.lease_timeout_s
-        gone = [info.key for info in listed if _ulid(info) not in self.writers and info.modified < old]
+        gone = [info.key for info in listed if _ulid(info) not in self.writers and self._is_old(info.modified)]
         await asyncio.gather(*(self.storage.delete(key) for key in gone[:GETS_AT_ONCE]))
 
     def _is_news(self, info: ObjectInfo) -> bool:

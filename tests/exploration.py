@@ -183,6 +183,8 @@ class State:
                 yield "read", (known.ulid,)
             if known.live and self.revocations:
                 yield "revoke", (known.ulid,)
+            if not known.live:
+                yield "forget", (known.ulid,)
         yield "tell", ()
         if not self.done():
             yield self.following, ()
@@ -234,12 +236,15 @@ class State:
         self.revocations -= 1
         completed(self.trainer.dispatcher._revoke(self.trainer.roster.writers[ulid], "silent"))
 
+    def _forget(self, ulid: str) -> None:
+        self.trainer.dispatcher.forget([self.trainer.roster.writers[ulid]])
+
     def _tell(self) -> None:
         """A tick: listen, grant, write control/state.json."""
         writers = self.trainer.roster.writers
         for worker in self.workers:
-            known = writers.setdefault(worker.ulid, Known(worker.ulid, worker.ulid, worker.sequence))
-            known.heartbeat = Heartbeat(worker.ulid, worker.ulid, None, worker.sequence)
+            heartbeat = Heartbeat(worker.ulid, worker.ulid, None, worker.sequence)
+            writers.setdefault(worker.ulid, Known.met(heartbeat)).heartbeat = heartbeat
         self.trainer._grant()
         self.control = self.trainer._control()
         self._wrote()
@@ -254,6 +259,10 @@ class State:
             groups = trainer.dispatcher.choose(step).groups
             if not groups:
                 return
+            for group in groups:
+                known = trainer.roster.writers[group.writer]
+                late = known.final is not None and group.sequence >= known.final
+                require(not late, f"{group.ref.key} is of a revoked writer")
             drops = tuple(drop for drop, _ in trainer.ledger.aside.values())
             plan = Plan(step, trainer.term, tuple(group.ref for group in groups), drops)
             self.log = (*self.log, plan)
@@ -338,9 +347,6 @@ class State:
         if found:
             staleness = plan.step - 1 - found.oldest
             require(0 <= staleness <= self.size.staleness, f"staleness {staleness} in step {plan.step}")
-            finals = {ulid: known.final for ulid, known in self.trainer.roster.writers.items()}
-            final = finals.get(found.writer)
-            require(final is None or found.sequence < final, f"{group.key} is of a revoked writer")
 
 
 def require(holds: bool, message: str) -> None:

@@ -16,6 +16,7 @@ from pipeline.config import (
 from pipeline.coordinator import Coordinator
 from pipeline.experience import Rollout, RolloutGroup
 from pipeline.messages import CONTROL_KEY, ControlState, evaluation_key, shard_key
+from pipeline.roster import GONE_AFTER
 from pipeline.storage import MemoryBucket, MemoryStorage, Object, StorageError, Transient
 from pipeline.trainer_log import Collect, Fenced, Plan, TrainerLog
 from pipeline.versions import Version
@@ -327,6 +328,44 @@ async def test_a_revoked_writer_that_stays_silent_is_forgotten_in_the_end(scene:
     assert list((await scene.control()).writers) == [new.ulid]
     assert trainer.statistics()["writers"] == 1
     assert old.ulid not in trainer.state()["writers"]
+
+
+async def test_the_dead_do_not_add_up_however_often_workers_and_trainers_are_replaced(scene: Scene):
+    for _ in range(30):  # no trainer lives as long as a writer is remembered
+        trainer = await scene.trainer()
+        writer = await scene.writer("rollout-0")
+        for _ in range(20):
+            await keep_alive(scene, writer)
+            await scene.tick(trainer)
+    told = (await scene.control()).writers
+    assert writer.ulid in told
+    assert len(told) <= GONE_AFTER * LEASE_TIMEOUT_S / (20 * HEARTBEAT_S) + 2
+    assert len(await scene.plain.list("writers")) <= len(told) + 1
+
+
+async def test_a_writer_that_wakes_up_after_it_was_forgotten_begins_anew_and_nothing_it_wrote_counts(scene: Scene):
+    trainer = await scene.trainer()
+    zombie = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    await zombie.sync(Report(Version(1, 0)))
+    await zombie.commit([group(0), group(1)])
+    await scene.tick(trainer)
+    await trainer.next_plan(1)
+    await trainer.finish_step(1)
+    await trainer.publish(Version(1, 1))
+    other = await scene.writer("rollout-1")
+    while zombie.ulid in (await scene.control()).writers:
+        await keep_alive(scene, other)
+        await scene.tick(trainer)
+    late = await zombie.commit([group(2)])
+    assert (await zombie.sync(Report(Version(1, 0)))).leases == {}
+    forgotten = zombie.ulid
+    await scene.tick(trainer)
+    assert (await scene.control()).writers[forgotten].final == 0
+    successor = await scene.trainer(trainer.state())
+    assert late not in {delivered.ref.key for delivered in successor.ledger.delivered.values()}
+    assert (await zombie.sync(Report(Version(1, 0)))).revoked
+    assert zombie.ulid != forgotten
 
 
 # Taking groups in

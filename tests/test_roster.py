@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from pipeline.messages import Heartbeat, writer_key
-from pipeline.roster import GONE_AFTER, Roster
+from pipeline.roster import GONE_AFTER, Known, Roster
 from pipeline.storage import MemoryStorage, Object
 from pipeline.versions import Version
 
@@ -34,10 +34,21 @@ async def test_only_heartbeats_that_have_changed_are_read_again(store: MemorySto
     assert roster.writers["A"].heartbeat == Heartbeat("A", "rollout-0", Version(1, 2))
 
 
-async def test_what_a_writer_wrote_before_anybody_granted_it_anything_is_not_read(store: MemoryStorage, roster: Roster):
+async def test_an_unknown_writer_that_has_written_shards_is_revoked_on_sight_and_none_of_them_counts(
+    store: MemoryStorage, roster: Roster
+):
+    await beat(store, "A", sequence=17)
+    await beat(store, "B", "rollout-1")
+    assert await roster.refresh() == []
+    known = {ulid: (known.cursor, known.final) for ulid, known in roster.writers.items()}
+    assert known == {"A": (0, 0), "B": (0, None)}
+
+
+async def test_a_known_writer_stays_what_it_was_whatever_it_has_written(store: MemoryStorage, roster: Roster):
+    roster.writers["A"] = Known("A", "rollout-0", cursor=3)
     await beat(store, "A", sequence=17)
     await roster.refresh()
-    assert roster.writers["A"].cursor == 17
+    assert (roster.writers["A"].cursor, roster.writers["A"].final) == (3, None)
 
 
 async def test_silence_is_counted_in_the_trainers_writes_each_at_most_the_longest_beat(
