@@ -5,7 +5,8 @@
 One event loop whose clock jumps to the next timer runs a trainer and 1–20 workers over one bucket in memory. A seed
 decides the sizes, the speeds, and which hazards there are: kills at any storage call (before it took effect or after),
 stalls that make zombies, lost responses, errors in 1–20 % of the calls, outages, damaged shards, unreadable
-checkpoints, failing and fatal prompts, workers that come and go, clocks an hour off, garbage collected meanwhile.
+checkpoints, failing and fatal prompts, workers that come and go, trainers of another number of ranks, clocks an hour
+off, garbage collected meanwhile.
 Whatever happens, every index is trained once in the surviving lineage or dropped for a reason that the hazards allow;
 what else must hold is said where `require` asks for it.
 """
@@ -27,8 +28,10 @@ from collections.abc import Coroutine
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from pipeline import experience
-from pipeline.batching import Unreadable, load_plan
+from pipeline.batching import Batch, Unreadable, layout, load_plan
 from pipeline.config import (
     AlgorithmConfig,
     DataConfig,
@@ -56,8 +59,8 @@ LONGEST_S = 5_000.0
 """Virtual time after which a run counts as hanging."""
 MESSAGE_CHARACTERS = 250
 """Of what went wrong, in the one line that says so."""
-ELASTIC = (1, 8, 2, 0, 3)
-"""Workers wanted, one stretch of time after the other."""
+RANKS = (2, 1)
+"""Of the trainers, in turns."""
 GRACE_S = 20.0
 """A worker that is asked to leave is killed after that."""
 KEPT = 2
@@ -112,8 +115,8 @@ class Hazards:
     """control/state.json is deleted when the trainer is killed."""
     drain: float = 0.0
     """Per look at control: the worker hands everything back and leaves."""
-    elastic: bool = False
-    """The number of workers goes through ELASTIC; those that are too many are asked to leave."""
+    elastic: tuple[int, ...] = ()
+    """Workers wanted, one stretch of time after the other; those that are too many are asked to leave."""
     drops: frozenset[str] = frozenset()
     """Reasons for which an index may be dropped under these hazards."""
 
@@ -125,13 +128,14 @@ class Hazards:
 
 
 STALE = frozenset({"stale"})
+ELASTIC = (1, 8, 2, 0, 3)
 SCENARIOS: dict[str, Hazards] = {
     "calm": Hazards(),
     "bad network": Hazards(faults=True, outage=True),
     "trainer killed": Hazards(kill_trainer=0.01, rivals=0.05, faults=True, unreadable=0.2),
     "workers killed": Hazards(kill_worker=0.01, faults=True, drops=STALE),
     "workers leave": Hazards(drain=0.03, fail=0.02, drops=frozenset({"failed", "stale"})),
-    "elastic workers": Hazards(elastic=True, faults=True, kill_trainer=0.003, drops=STALE),
+    "elastic workers": Hazards(elastic=ELASTIC, faults=True, kill_trainer=0.003, drops=STALE),
     "damage": Hazards(damage=0.1, kill_trainer=0.005, unreadable=0.2, drops=STALE),
     "rot": Hazards(rot=0.1, kill_trainer=0.005, faults=True, drops=frozenset({"damaged", "stale"})),
     "fatal prompt": Hazards(fatal=True, kill_trainer=0.003, drops=frozenset({"failed", "stale"})),
@@ -148,7 +152,7 @@ SCENARIOS: dict[str, Hazards] = {
         damage=0.03,
         unreadable=0.1,
         drain=0.005,
-        elastic=True,
+        elastic=ELASTIC,
         drops=STALE,
     ),
 }
@@ -307,8 +311,8 @@ class World:
         self.fault_rate = self.random.uniform(0.01, 0.2) if self.hazards.faults else 0.0
         self.outage_from = self.random.uniform(10, 100) if self.hazards.outage else float("inf")
         self.outage_s = self.random.uniform(20, 200)
-        self.stretch_s = self.random.uniform(10, 60)  # of a step of ELASTIC
-        self.workers = max(ELASTIC) if self.hazards.elastic else self.random.choice([1, 2, 3, 4, 5, 8, 20])
+        self.stretch_s = self.random.uniform(10, 60)  # of one number of workers
+        self.workers = max(self.hazards.elastic, default=0) or self.random.choice([1, 2, 3, 4, 5, 8, 20])
         self.speeds = [self.random.choice([0.5, 1, 1, 3, 8]) for _ in range(self.workers)]  # seconds per group, times 4
         self.train_s = self.random.choice([0.1, 3, 10])
         self.prefetch = self.chance(0.5)
@@ -373,7 +377,7 @@ class World:
         """Workers that should run now."""
         if not self.hazards.elastic:
             return self.workers
-        return ELASTIC[min(int(self.now() / self.stretch_s), len(ELASTIC) - 1)]
+        return self.hazards.elastic[min(int(self.now() / self.stretch_s), len(self.hazards.elastic) - 1)]
 
     # The trainer
 
@@ -384,7 +388,7 @@ class World:
         while not self.finished:
             while all(process.stalled for process in running.values()) or self.strikes(self.hazards.rivals):
                 process = Process(self, f"trainer {number}", self.hazards.kill_trainer)
-                running[asyncio.ensure_future(self._train(process))] = process
+                running[asyncio.ensure_future(self._train(process, RANKS[number % len(RANKS)]))] = process
                 number += 1
             done, _ = await asyncio.wait(running, timeout=5, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -409,7 +413,7 @@ class World:
             require(not down, "broken", f"the store was not away for long, and yet: {error}")
         await asyncio.sleep(self.random.uniform(0.5, 20))
 
-    async def _train(self, process: Process) -> None:
+    async def _train(self, process: Process, ranks: int) -> None:
         storage = process.storage()
         saved = await self._newest_checkpoint(storage)
         coordinator = Coordinator(storage, self.config, process.clock, random.Random(self.random.random()))
@@ -420,7 +424,8 @@ class World:
         trained = {
             int(step): decode(json.dumps(plan).encode()) for step, plan in (saved or {"trained": {}})["trained"].items()
         }
-        await together(coordinator.run(), self._steps(process, storage, coordinator, trained), self._watch(coordinator))
+        steps = self._steps(process, storage, coordinator, trained, ranks)
+        await together(coordinator.run(), steps, self._watch(coordinator))
 
     async def _watch(self, coordinator: Coordinator) -> None:
         """Open indices stay bounded (those of plans being replayed were opened by a predecessor)."""
@@ -432,7 +437,7 @@ class World:
             await asyncio.sleep(0.5)
 
     async def _steps(
-        self, process: Process, storage: MemoryStorage, coordinator: Coordinator, trained: dict[int, Any]
+        self, process: Process, storage: MemoryStorage, coordinator: Coordinator, trained: dict[int, Any], ranks: int
     ) -> None:
         term, total = coordinator.term, self.config.algorithm.total_steps
         await coordinator.publish(Version(term, coordinator.step))
@@ -441,7 +446,7 @@ class World:
             plan = await (following or coordinator.next_plan(step))
             following = None
             self._check_plan(plan)
-            plan = await self._load(storage, coordinator, plan)
+            plan = await self._load(storage, coordinator, plan, ranks)
             if self.prefetch and step < total and self.config.algorithm.max_staleness:
                 following = asyncio.ensure_future(coordinator.next_plan(step + 1))
             await process.sleep(self.random.uniform(0, self.train_s))
@@ -459,7 +464,7 @@ class World:
         await coordinator.stop("complete")
         self.trained, self.coordinator, self.finished = trained, coordinator, True
 
-    async def _load(self, storage: MemoryStorage, coordinator: Coordinator, plan: Plan) -> Plan:
+    async def _load(self, storage: MemoryStorage, coordinator: Coordinator, plan: Plan, ranks: int) -> Plan:
         """What Trainer does: a plan whose shards have been damaged is trained without them."""
         if self.chance(self.hazards.rot):
             key = self.random.choice(sorted({group.key for group in plan.groups} - self.bucket.rotten.keys()) or [""])
@@ -467,7 +472,7 @@ class World:
                 self.bucket.rot(key)
         while True:
             try:
-                await load_plan(storage, plan)
+                _check_shares(await load_plan(storage, plan), ranks)
                 return plan
             except Unreadable as error:
                 lost = sorted(error.shards.keys() - self.bucket.rotten.keys())
@@ -636,6 +641,13 @@ class Outcome:
     counts: collections.Counter[str]
     moments: int
     """At which the trainers could have been killed."""
+
+
+def _check_shares(batch: Batch, ranks: int) -> None:
+    """However many ranks there are, each sample that takes part in training goes to one of them."""
+    shares = layout(batch, batch.valid, ranks, max_tokens=16)
+    samples = sorted(sample for bins in shares for blocks in bins for block in blocks for sample in block.samples)
+    require(len(shares) == ranks and samples == np.flatnonzero(batch.valid).tolist(), "lost", f"ranks get {samples}")
 
 
 def _checkpoint_key(version: Version) -> str:

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from tests.simulation import SCENARIOS, VirtualClock, VirtualLoop, described, scenario_of, simulate
+from tests.simulation import SCENARIOS, Hazards, VirtualClock, VirtualLoop, described, scenario_of, simulate
 
 pytestmark = pytest.mark.timeout(180)
 SHORT = (2, "calm")
@@ -21,6 +21,18 @@ def test_a_trainer_may_be_killed_at_any_storage_call():
     moments = simulate(*SHORT).moments
     for moment in range(1, moments, moments // 5):
         assert simulate(*SHORT, crash_at=frozenset({moment})).counts["kills"] == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_resumed_on_two_one_two_ranks_with_one_three_one_workers_nothing_is_dropped(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """That plans are replayed unchanged and every index is planned once, each simulation checks."""
+    monkeypatch.setitem(SCENARIOS, "resumed", Hazards(elastic=(1, 3, 1)))
+    moments = simulate(seed, "resumed").moments
+    counts = simulate(seed, "resumed", crash_at=frozenset({moments // 3, moments // 3 * 2})).counts
+    assert (counts["kills"], counts["takeovers"]) == (2, 3)
+    assert not [name for name in counts if name.startswith("dropped")]
 
 
 @pytest.mark.slow
