@@ -94,7 +94,7 @@ class Storage:
     async def get_file(self, key: str, path: str) -> ObjectInfo:
         """Download to `path` through a temporary name, in parts, several at a time, each retried by itself.
 
-        Raises StorageError if there is no such key, Corrupted if its sha256 is not the one it was written with.
+        Raises StorageError if there is no such key, Corrupted if its sha256 is wrong twice.
         """
         found = await self._retry("HEAD", key, self.bucket.stat)
         if found is None:
@@ -104,6 +104,9 @@ class Storage:
         try:
             with open(partial, "xb") as file:
                 sha256 = await self._download(info, file)
+                if sha256 != metadata.get("sha256", sha256):
+                    file.seek(0)
+                    sha256 = await self._download(info, file)
             if sha256 != metadata.get("sha256", sha256):
                 raise Corrupted(f"{self.bucket.name}/{key} does not have the sha256 it was written with")
             os.replace(partial, path)

@@ -119,7 +119,7 @@ class S3Bucket:
 
     async def upload(self, key: str, path: str, metadata: dict[str, str]) -> ObjectInfo:
         attributes: Attributes = {**metadata}
-        await self._call(
+        sent = await self._missing(
             key,
             obstore.put_async(
                 self._patient_store,
@@ -130,6 +130,8 @@ class S3Bucket:
                 max_concurrency=PARTS_AT_ONCE,
             ),
         )
+        if sent is None:  # also the answer to a second try to complete it, where that of the first was lost
+            raise Transient(f"the upload of {key} is not known to the server any more")
         return await self._written(key)
 
     async def list(self, folder: str) -> list[ObjectInfo]:
@@ -164,9 +166,9 @@ class S3Bucket:
                 raise StorageError(f"bucket {self._bucket} of {self.name} does not exist") from None
             raise
         except (PermissionDeniedError, UnauthenticatedError) as error:
-            raise StorageError(
-                f"{self.name}/{key}: access denied ({_reason(str(error))}); check the credentials and their policy"
-            ) from None
+            reason = _reason(str(error))
+            remedy = "set the clock of this machine" if "Skewed" in reason else "check the credentials and their policy"
+            raise StorageError(f"{self.name}/{key}: access denied ({reason}); {remedy}") from None
         except BaseError as error:
             text = str(error)
             kind = Transient if _passing(text) else StorageError
