@@ -8,20 +8,23 @@ its PET_* variables, so that the first failing rank's exit code becomes the cont
 import asyncio
 import contextlib
 import json
+import math
 import os
 import pathlib
 import sys
 import tempfile
+from typing import Any
 
 import pydantic
 
 from pipeline import config as configuration
 from pipeline import fetch, output, termination
-from pipeline.algorithms.registry import ALGORITHMS
-from pipeline.config import RunConfig
+from pipeline.algorithms.registry import ALGORITHMS, Algorithm
+from pipeline.config import AlgorithmConfig, RunConfig
 from pipeline.storage import Conflict, Storage, StorageError, Unavailable, open_storage
 from pipeline.storage.check import probe
 
+KINDS = {bool: "true or false", int: "a whole number, at least 0", float: "a number, at least 0"}
 KILL_DELAY_S = 5
 """How much longer than the ranks' own deadline torchrun waits before it kills them."""
 SCHEMA = 1
@@ -77,6 +80,22 @@ def check_algorithm(config: RunConfig) -> None:
             f"algorithm.updates_per_step: {algorithm.updates_per_step} does not divide prompts_per_step "
             f"({algorithm.prompts_per_step})"
         )
+    check_parameters(algorithm, entry)
+
+
+def check_parameters(algorithm: AlgorithmConfig, entry: Algorithm) -> None:
+    """Those that the algorithm reads, and no others: its code asks for them by name and for no default."""
+    for name in algorithm.parameters.keys() - entry.parameters.keys():
+        known = ", ".join(entry.parameters) or "none"
+        raise ValueError(f"algorithm.parameters.{name}: unknown to {algorithm.type}; known are {known}")
+    for name, default in entry.parameters.items():
+        value: Any = algorithm.parameters.get(name)
+        wanted = (int, float) if type(default) is float else (type(default),)
+        if type(value) not in wanted or not 0 <= value < math.inf:
+            raise ValueError(
+                f"algorithm.parameters.{name}: got {json.dumps(value)}; {algorithm.type} needs {KINDS[type(default)]}, "
+                f"such as its default, {json.dumps(default)}"
+            )
 
 
 def check_model(config: RunConfig) -> None:

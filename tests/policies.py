@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from pipeline import model
+from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.config import RunConfig
 
 VOCABULARY = 64
@@ -57,6 +58,7 @@ def run_config(
                 "prompts_per_step": 1,
                 "group_size": 2,
                 "sampling": {"temperature": temperature},
+                "parameters": ALGORITHMS["grpo"].parameters,
             },
             "rollout": {"max_model_len": max_model_len},
             "trainer": trainer,

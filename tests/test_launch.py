@@ -31,7 +31,8 @@ def content(tmp_path):
         "model": {"uri": str(model), "path": str(model)},
         "data": {"sets": [{"name": "sums", "generator": "reasoning-gym/chain_sum"}]},
         "rewards": [{"name": "correct", "library": "generator"}],
-        "algorithm": {"type": "grpo", "total_steps": 4, "prompts_per_step": 2, "group_size": 4},
+        "algorithm": {"type": "grpo", "total_steps": 4, "prompts_per_step": 2, "group_size": 4}
+        | {"parameters": {"dual_clip": 0, "dynamic_sampling": False}},
         "store": {"uri": f"file://{tmp_path}/store"},
     }
 
@@ -69,6 +70,12 @@ def test_a_store_that_does_not_answer_may_be_tried_again(content, tmp_path, monk
         ("algorithm.type", "gpro", "algorithm.type: 'gpro' is not available; choose one of .*grpo"),
         ("algorithm.group_size", 1, "algorithm.group_size: 1 is too small"),
         ("algorithm.updates_per_step", 3, "algorithm.updates_per_step: 3 does not divide"),
+        ("algorithm.parameters.gamma", 1.0, "algorithm.parameters.gamma: unknown to grpo; known are dual_clip"),
+        ("algorithm.parameters", {"dual_clip": 3}, r"\.dynamic_sampling: got null; grpo needs true or false, .* false"),
+        ("algorithm.parameters.dynamic_sampling", 1, "got 1; grpo needs true or false"),
+        ("algorithm.parameters.dual_clip", True, "got true; grpo needs a number, at least 0, such as its default, 0.0"),
+        ("algorithm.parameters.dual_clip", -1, "got -1; grpo needs a number, at least 0"),
+        ("algorithm.parameters.dual_clip", float("nan"), "dual_clip: got NaN; grpo needs a number"),
         ("model.path", "/nowhere", "model.path: /nowhere holds no config.json; fetch the model first"),
         ("store.uri", "ftp://somewhere", "ftp://somewhere"),
     ],

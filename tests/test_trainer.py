@@ -77,6 +77,7 @@ def configure(tmp_path, tiny, name="run", **changes):
             "max_staleness": 0,
             "learning_rate": 1e-3,
             "sampling": {"max_new_tokens": 12},
+            "parameters": ALGORITHMS["grpo"].parameters,
         },
         "rollout": {"poll_s": 0.02, "heartbeat_s": 0.3, "flush_s": 0.02, "max_model_len": 64},
         "trainer": {"max_tokens_per_micro_batch": 64, "lora": {"rank": 4, "alpha": 8}},
