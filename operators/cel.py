@@ -261,6 +261,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "only a function of the form file.py:function is taken from a ConfigMap",
             ".from",
         ),
+        *(
+            Rule(
+                f"!has(self.library) || self.library != 'environment' || {absent}",
+                "an environment's reward comes turn by turn and cannot be rescaled as a whole; remove it",
+                f".{field}",
+            )
+            for field, absent in (("normalize", "!self.normalize"), ("clip", "!has(self.clip)"))
+        ),
     ),
     "spec.rewards[].model.resources": tuple(_quantities()),
     "spec.algorithm": (

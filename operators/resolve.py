@@ -200,6 +200,8 @@ def _reward(job: RLJob, number: int, platform: Platform) -> dict[str, Any]:
         "library": reward.library,
         "model": served,
         "parameters": reward.parameters,
+        "normalize": reward.normalize,
+        "clip": _number(reward.clip),
         "weight": float(reward.weight),
         "timeout_s": reward.timeout_seconds,
         "on_error": reward.on_error,

@@ -23,6 +23,7 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 MANAGED_VARIABLE = re.compile(r"(PET_|MASTER_|MILES_).*|RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE")
 BARE_LAYERS = re.compile("(^|,)(lm_head|embed_out|embed_tokens|wte|wpe)(,|$)")
 NO_ADAPTER = "the embedding and the head carry no adapter that vLLM could serve; leave them out"
+TURN_BY_TURN = "an environment's reward comes turn by turn and cannot be rescaled as a whole; remove it"
 
 Broken = tuple[Path, str]
 """Path of the field at fault, and the remedy."""
@@ -111,6 +112,10 @@ def _rewards(job: RLJob) -> Iterator[Broken]:
             yield (*here, "library"), "a generator scores its own prompts only; use math-verify or a function"
         if reward.library == "environment" and spec.environment is None:
             yield (*here, "library"), "the job has no environment; set spec.environment, or use another scorer"
+        if reward.library == "environment" and reward.normalize:
+            yield (*here, "normalize"), TURN_BY_TURN
+        if reward.library == "environment" and reward.clip is not None:
+            yield (*here, "clip"), TURN_BY_TURN
 
 
 def _environment(job: RLJob) -> Iterator[Broken]:

@@ -45,6 +45,7 @@ class Batch:
     truncated: np.ndarray  # [N] bool: ended at the length limit
     baselines: np.ndarray | None = None  # [N] reward of the group's greedy completion, NaN where there is none
     credits: np.ndarray | None = None  # [T] part of its sample's reward that came with the token
+    baseline_parts: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # `parts` of the greedy completion
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -113,11 +114,12 @@ async def _read(storage: Storage, key: str, digest: str) -> pa.Table | str:
 def _batch(table: pa.Table, groups: np.ndarray) -> Batch:
     greedy = np.asarray([reason == experience.GREEDY for reason in table["invalid"].to_pylist()])  # [R]
     baselines = None
+    baseline_parts: dict[str, np.ndarray] = {}
     if greedy.any():
-        of_group = np.full(groups.max() + 1, np.nan)
-        of_group[groups[greedy]] = table["reward"].to_numpy()[greedy]
+        alone, owners = table.filter(pa.array(greedy)), groups[greedy]
         table, groups = table.filter(pa.array(~greedy)).combine_chunks(), groups[~greedy]
-        baselines = of_group[groups]
+        baselines = _of_group(alone["reward"].to_numpy(), owners, groups)
+        baseline_parts = {name: _of_group(values, owners, groups) for name, values in _parts(alone).items()}
     completions = experience.ragged(table, "completion_ids")
     mask, credits = experience.response_mask(table), experience.turn_rewards(table)
     rewards = table["reward"].to_numpy().astype(np.float64)
@@ -135,7 +137,15 @@ def _batch(table: pa.Table, groups: np.ndarray) -> Batch:
         truncated=np.asarray(table["finish_reason"].to_pylist()) == "length",
         baselines=baselines,
         credits=None if credits is None else credits[mask],
+        baseline_parts=baseline_parts,
     )
+
+
+def _of_group(values: np.ndarray, owners: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """For samples of `groups` [N] the value [G] of the group that `owners` [G] names, [N]; NaN where there is none."""
+    known = np.full(max(groups.max(initial=0), owners.max()) + 1, np.nan)
+    known[owners] = values
+    return known[groups]
 
 
 def _parts(table: pa.Table) -> dict[str, np.ndarray]:

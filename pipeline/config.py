@@ -71,6 +71,10 @@ class RewardConfig(Config):
     model: str | None = None
     """URL of the vLLM pooling server of a reward model."""
     parameters: dict[str, Any] = {}
+    normalize: bool = False
+    """Whether advantages see the score less its running mean, in running standard deviations."""
+    clip: float | None = None
+    """Largest size of the score that advantages see, after normalize; None: no bound."""
     weight: float = 1.0
     timeout_s: float = 5.0
     """Longest time one sample may take to score."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline import batching, distributed, metrics, model
+from pipeline import batching, distributed, metrics, model, normalisation
 from pipeline.algorithms import aggregation, kl, losses, values
 from pipeline.algorithms.losses import LossSums, Tokens
 from pipeline.algorithms.registry import ALGORITHMS
@@ -29,6 +29,7 @@ from pipeline.algorithms.values import Targets
 from pipeline.batching import Batch, MicroBatch
 from pipeline.config import AlgorithmConfig, RunConfig
 from pipeline.metrics import Row
+from pipeline.normalisation import Moments
 from pipeline.roles import Load, Roles
 from pipeline.schedule import learning_rate
 
@@ -53,6 +54,7 @@ class Learner:
         """Builds, shards and loads the models; raises ValueError for one that cannot be trained."""
         self.config, self.device = config, device
         self.kl_coefficient = config.algorithm.kl_coefficient  # moves with kl_target
+        self.moments: dict[str, Moments] = {}  # of the rewards that are normalised
         self.algorithm = importlib.import_module(ALGORITHMS[config.algorithm.type].module)
         self.roles = Roles(config, device, load)
         self.policy = self.roles.policy
@@ -79,6 +81,9 @@ class Learner:
         started = time.perf_counter()
         config = self.config.algorithm.model_copy(update={"kl_coefficient": self.kl_coefficient})
         row = of_batch(batch, step)
+        batch, moments = normalisation.rescaled(batch, self.config.rewards, self.moments)
+        for name, scale in moments.items():
+            row |= {f"reward/{name}/running_mean": scale.mean, f"reward/{name}/running_std": scale.std}
         included = batching.updates(batch, config.updates_per_step)
         trained = ~batch.truncated if config.parameters.get("mask_truncated") else batch.valid  # [N]
         matters = self._matters(batch, trained)
@@ -110,6 +115,7 @@ class Learner:
             norms.append(self._apply_gradients())
         row |= total.summary(len(included))
         row |= self._adapt_kl(row, int(batch.valid.sum()))
+        self.moments = moments
         row["actor/lr"] = rate
         row["actor/grad_norm"], critic_norm = (float(np.mean(each)) for each in zip(*norms, strict=True))
         if self.roles.critic:
@@ -273,14 +279,15 @@ class Learner:
         return found
 
     def state(self) -> dict[str, Any]:
-        """What is not a tensor to be sharded: the random state of every rank. Collective; JSON."""
+        """What is not a tensor to be sharded, such as the random state of every rank. Collective; JSON."""
         random = distributed.gather(torch.get_rng_state().numpy().tobytes().hex())
-        return {"random": random, "kl_coefficient": self.kl_coefficient}
+        return {"random": random, "kl_coefficient": self.kl_coefficient, "moments": self.moments}
 
     def restore(self, state: dict[str, Any]) -> None:
         """On another number of ranks the random states are not those that were saved; nothing else depends on that."""
         if self.config.algorithm.kl_target:
             self.kl_coefficient = state.get("kl_coefficient", self.kl_coefficient)
+        self.moments = {name: Moments(*values) for name, values in state.get("moments", {}).items()}
         if len(state["random"]) == distributed.world_size():
             saved = bytearray.fromhex(state["random"][distributed.rank()])
             torch.set_rng_state(torch.frombuffer(saved, dtype=torch.uint8))

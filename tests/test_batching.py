@@ -88,14 +88,15 @@ async def test_samples_without_a_reward_or_marked_invalid_take_no_part(store):
 
 async def test_the_greedy_completion_of_a_group_gives_its_baseline_and_is_no_sample(store):
     def with_greedy(index, reward):
-        samples = [rollout([5, 6]), rollout([7]), rollout([8], reward=reward, invalid=experience.GREEDY)]
-        return group(index, [1], samples)
+        greedy = rollout([8], reward=reward, rewards={"task": 2.0 * (reward or 0)}, invalid=experience.GREEDY)
+        return group(index, [1], [rollout([5, 6]), rollout([7]), greedy])
 
     shards = {"a.parquet": [with_greedy(0, 0.5), with_greedy(1, None)]}
     batch = await batching.load_plan(store, await planned(store, shards, [("a.parquet", 1), ("a.parquet", 0)]))
     assert batch.completions.values.tolist() == [5, 6, 7] * 2
     assert (batch.groups.tolist(), batch.valid.tolist()) == ([0, 0, 1, 1], [True] * 4)
     np.testing.assert_array_equal(batch.baselines, [np.nan, np.nan, 0.5, 0.5])
+    assert {name: values.tolist() for name, values in batch.baseline_parts.items()} == {"task": [0, 0, 1, 1]}
 
 
 async def test_a_shard_that_is_not_the_planned_one_is_refused(store):

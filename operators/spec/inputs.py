@@ -202,6 +202,14 @@ class Reward(Model):
     (parameters: {buffer: tokens})."""
     parameters: Parameters = {}
     """Arguments of the function or scorer. Any JSON values, at most 16 KiB."""
+    normalize: bool = False
+    """Whether the trainer puts the score on a common scale before advantages are made of it: less the mean and divided
+    by the standard deviation of all samples trained so far, those of the step included. For a score whose scale is not
+    known, such as a reward model's; a weight then counts standard deviations. What is stored and logged as
+    reward/<name>/mean stays as it is."""
+    clip: Annotated[Rate, Between(0, 1_000_000, above=True)] | None = None
+    """Largest size of the score, in both directions, that advantages are made of; with normalize in standard
+    deviations, and after it. Samples beyond it count alike. Default: no bound."""
     weight: Annotated[SignedRate, Between(-1_000_000, 1_000_000)] = "1"
     """Factor of this term in the sum; negative for a penalty."""
     timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 5

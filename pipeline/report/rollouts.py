@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.algorithms.samples import Samples
-from pipeline.config import AlgorithmConfig, RunConfig
+from pipeline.config import RunConfig
 from pipeline.experience import GREEDY, Rollout, RolloutGroup
 from pipeline.report import history
 from pipeline.report.history import History
@@ -60,7 +60,7 @@ async def browse(storage: Storage, config: RunConfig, past: History) -> tuple[di
 
 def estimator_of(config: RunConfig) -> Estimator | None:
     """The algorithm's own advantages; None where they are more than the samples tell, see no_advantages."""
-    if lacking(config.algorithm):
+    if lacking(config):
         return None
     try:
         module = importlib.import_module(ALGORITHMS[config.algorithm.type].module)
@@ -69,14 +69,17 @@ def estimator_of(config: RunConfig) -> Estimator | None:
     return functools.partial(module.advantages, config=config.algorithm)
 
 
-def lacking(config: AlgorithmConfig) -> str | None:
-    """What else than the samples the advantages were made of."""
-    if config.type not in ALGORITHMS:
-        return f"this release does not know the algorithm {config.type}"
-    if ALGORITHMS[config.type].critic:
+def lacking(config: RunConfig) -> str | None:
+    """What else than the stored rewards of a step the advantages were made of."""
+    algorithm = config.algorithm
+    if algorithm.type not in ALGORITHMS:
+        return f"this release does not know the algorithm {algorithm.type}"
+    if ALGORITHMS[algorithm.type].critic:
         return "they hang on the values of the critic, which are not kept"
-    if config.kl_coefficient and config.kl_placement == "reward":
+    if algorithm.kl_coefficient and algorithm.kl_placement == "reward":
         return "they hang on the KL penalty of each token, which is not kept"
+    if any(reward.normalize or reward.clip is not None for reward in config.rewards):
+        return "they hang on rescaled rewards; miles replay shows them"
     return None
 
 
@@ -181,5 +184,5 @@ def omissions(past: History, wanted: int, found: int, limit: int) -> list[str]:
 
 
 def no_advantages(config: RunConfig) -> str:
-    why = lacking(config.algorithm) or "their module needs a package that is not installed here (extra `trainer`)"
+    why = lacking(config) or "their module needs a package that is not installed here (extra `trainer`)"
     return f"Advantages are missing: {why}."
