@@ -145,6 +145,8 @@ def _algorithms() -> Iterator[Rule]:
         )
 
 
+_NO_WAY_UP = Rule("!self.startsWith('s3://') || !(self + '/').contains('/../')", 'write the key without ".."')
+
 RULES: dict[str, tuple[Rule, ...]] = {
     "": (
         Rule(
@@ -326,12 +328,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "spec.trainer.resources": tuple(_quantities()),
     "spec.trainer.template.env[]": _TEMPLATE_VARIABLE,
-    "spec.store.uri": (
-        Rule("!self.startsWith('s3://') || !(self + '/').contains('/../')", 'write the key without ".."'),
-    ),
-    "spec.output.uri": (
-        Rule("!self.startsWith('s3://') || !(self + '/').contains('/../')", 'write the key without ".."'),
-    ),
+    "spec.store.uri": (_NO_WAY_UP,),
+    "spec.output.uri": (_NO_WAY_UP,),
+    "spec.checkpoint.resumeFrom": (_NO_WAY_UP,),
 }
 """By place in the schema; [] are the items of a list. The same as `operators.rules`, in its order."""
 

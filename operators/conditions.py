@@ -92,7 +92,9 @@ REASONS: dict[str, Reason] = {
     # The trainer
     "TrainerFailed": _warning("the trainer ended with an error", f"{REAPPLY}, if it does not start again by itself"),
     "InvalidConfiguration": _warning("model, data, store or a setting is wrong; trying again cannot help", REAPPLY),
-    "CheckpointNotFound": _warning("there is no checkpoint at checkpoint.resumeFrom", REAPPLY),
+    "CheckpointNotFound": _warning(
+        "there is no checkpoint at checkpoint.resumeFrom, or none that fits this job", REAPPLY
+    ),
     "StoreUnavailable": _warning(
         "the store did not answer; the trainer starts again", "check store.endpoint, the network and the service"
     ),

@@ -111,7 +111,12 @@ def run_config(job: RLJob, run_id: str, platform: Platform, attempt: int = 0) ->
             "every_steps": spec.evaluation.every_steps,
             "sets": [_evaluation_set(entry, number, platform) for number, entry in enumerate(spec.evaluation.sets)],
         },
-        "checkpoint": {"every_steps": spec.checkpoint.every_steps, "keep_last": spec.checkpoint.keep_last},
+        "checkpoint": {
+            "every_steps": spec.checkpoint.every_steps,
+            "keep_last": spec.checkpoint.keep_last,
+            "resume_from": spec.checkpoint.resume_from
+            and address(spec.checkpoint.resume_from, "spec.checkpoint.resumeFrom", platform),
+        },
         "store": {
             "uri": posixpath.join(root, job.metadata.namespace, job.metadata.name, run_id),
             "endpoint": spec.store.endpoint,

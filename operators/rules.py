@@ -214,9 +214,14 @@ def _trainer(job: RLJob) -> Iterator[Broken]:
 
 def _output(job: RLJob) -> Iterator[Broken]:
     output, store = job.spec.output, job.spec.store
-    for field, uri in (("store", store.uri), ("output", output.uri if output else "")):
-        if uri.startswith("s3://") and ".." in uri.split("/"):
-            yield ("spec", field, "uri"), 'write the key without ".."'
+    uris: dict[Path, str | None] = {
+        ("spec", "store", "uri"): store.uri,
+        ("spec", "output", "uri"): output and output.uri,
+        ("spec", "checkpoint", "resumeFrom"): job.spec.checkpoint.resume_from,
+    }
+    for path, uri in uris.items():
+        if uri is not None and uri.startswith("s3://") and ".." in uri.split("/"):
+            yield path, 'write the key without ".."'
     if output is None:
         return
     if output.what == "best" and not job.spec.evaluation.sets:

@@ -14,7 +14,7 @@ import logging
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -112,7 +112,7 @@ def load(
     Raises ValueError if the parameters are not those that were saved, StorageError if every candidate is damaged.
     """
     for candidate in candidates:
-        _check_names(candidate, tensors)
+        check_names(candidate, tensors)
         with tempfile.TemporaryDirectory(prefix="miles-checkpoint-") as local:
             try:
                 dcp.load(
@@ -196,7 +196,8 @@ def _describe(path: pathlib.Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": file_sha256(str(path))}
 
 
-def _check_names(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+def check_names(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError unless the checkpoint has these tensors, by name and shape, and no others."""
     saved = {name: entry["size"] for name, entry in checkpoint.tensors.items()}
     wanted = {name: list(tensor.shape) for name, tensor in tensors.items()}
     differing = sorted(name for name in saved.keys() | wanted.keys() if saved.get(name) != wanted.get(name))
@@ -204,7 +205,7 @@ def _check_names(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> No
         raise ValueError(
             f"checkpoint {checkpoint.version} holds other parameters than this model trains "
             f"({len(differing)} differ, first {differing[0]}); restore the model and trainer.lora it was written with, "
-            "or start a new run"
+            "or begin without it"
         )
 
 

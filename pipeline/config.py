@@ -222,6 +222,8 @@ class EvaluationConfig(Config):
 class CheckpointConfig(Config):
     every_steps: int = 20
     keep_last: int = 2
+    resume_from: str | None = None
+    """Another run's prefix, or one of its checkpoints: its weights and optimizer are those of this run's step 0."""
 
 
 class StoreConfig(Config):

@@ -117,9 +117,18 @@ async def check_store(config: RunConfig) -> None:
     store = config.store
     storage = open_storage(store.uri, store.endpoint, store.region)
     await probe(storage)
+    await check_origin(storage, config)
     await record(storage, config)
     if config.output is not None:
         await output.check(open_storage(config.output.uri, store.endpoint, store.region), config)
+
+
+async def check_origin(storage: Storage, config: RunConfig) -> None:
+    """The checkpoint of another run that this one begins from, if it does, must be there and fit."""
+    if config.checkpoint.resume_from is not None:
+        from pipeline import origin  # needs torch, for which nobody else has to wait here
+
+        await origin.check(config, storage)
 
 
 async def record(storage: Storage, config: RunConfig) -> None:

@@ -132,6 +132,8 @@ def replay(config: RunConfig, storage: Storage, background: Background, step: in
     good = checkpoint.load(storage, background.run, past.checkpoints, learner.tensors())
     if good:
         learner.restore(good.state["learner"])
+    elif config.checkpoint.resume_from:
+        raise ValueError(f"step {step}: the checkpoint of step 0, which came from another run, has been deleted")
     begin = good.version.step if good else 0
     print(f"{config.name}: step {step}, {_from(begin, step, good)}", flush=True)
     for earlier in range(begin + 1, step):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from pipeline import batching, checkpoint, distributed, launch, termination, weights
+from pipeline import batching, checkpoint, distributed, launch, origin, termination, weights
 from pipeline.background import Background
 from pipeline.batching import Batch, Unreadable
 from pipeline.clock import SystemClock
@@ -88,7 +88,7 @@ class Trainer:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     def _resume(self, device: torch.device) -> Version:
-        """Restore the newest good checkpoint, take over, publish what was restored."""
+        """Restore the newest good checkpoint, or else begin as the configuration says; take over, publish that."""
         found = self.background.run(checkpoint.newest(self.storage)) if self.lead else []
         candidates = distributed.broadcast(found)
         self.learner = Learner(self.config, device)
@@ -98,10 +98,22 @@ class Trainer:
             log.info("resumed from checkpoint %s", good.version)
             self.learner.restore(state["learner"])
             self.skips, self.saved = state["skips"], good.version
+        elif self.config.checkpoint.resume_from:
+            self._load_origin()
         term = self._lead("take_over", state.get("coordinator"), step)
         self.version = Version(term, step)
+        if self.config.checkpoint.resume_from:
+            self._checkpoint(self.version)  # before anybody generates with it: the other run goes on, or is deleted
         self._publish(self.version)
         return self.version
+
+    def _load_origin(self) -> None:
+        """Weights and optimizer of another run's checkpoint."""
+        storage = origin.store(self.config)
+        found = self.background.run(origin.candidates(self.config, storage)) if self.lead else []
+        good = checkpoint.load(storage, self.background.run, distributed.broadcast(found), self.learner.tensors())
+        assert good is not None
+        log.info("begins from checkpoint %s of %s", good.version, storage.bucket.name)
 
     def _step(self, before: Version) -> Version:
         asked = time.perf_counter()
@@ -164,9 +176,10 @@ class Trainer:
         wanted = distributed.broadcast(bool(self.lead and self.lead.wants_weights(version.step)))
         if wanted:
             with tempfile.TemporaryDirectory(prefix="miles-weights-") as folder:
-                kind = self.learner.export(folder) if version.step else "base"
+                is_base = version.step == 0 and not self.config.checkpoint.resume_from
+                kind = "base" if is_base else self.learner.export(folder)
                 if self.lead:
-                    files = folder if version.step else None
+                    files = None if is_base else folder
                     self.background.run(weights.publish(self.storage, version, files, kind))
         if self.lead:
             self.background.run(self.lead.publish(version, stored=wanted))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Version(NamedTuple):
-    """`term` counts trainer takeovers, `step` the optimizer steps behind these weights (0: the base model)."""
+    """`term` counts trainer takeovers, `step` the optimizer steps behind these weights (0: what the run began with)."""
 
     term: int
     step: int

@@ -215,6 +215,7 @@ POOLS: dict[str, list[Any]] = (
             "file:///x",
             "gs://a/b",
         ],
+        "spec.checkpoint.resumeFrom": ["s3://team-a/miles/x/", "s3://a-b/../c", "file:///a/../b", "~"],
         "spec.output": [
             {"uri": uri}
             for uri in (

@@ -415,8 +415,10 @@ def test_on_one_machine_files_are_found_beside_the_spec_and_models_used_where_th
         data={"sets": [{"uri": "file://./train.jsonl"}]},
         rewards=[{"name": "own", "function": "rewards.py:score"}],
         store={"uri": "file:///srv/miles"},
+        checkpoint={"resumeFrom": "file://./runs/store/default/a/1"},
     )
     resolved = config(local, CPU)
+    assert resolved.checkpoint.resume_from == "file:///home/me/jobs/runs/store/default/a/1"
     assert (resolved.model.uri, resolved.model.path) == ("file:///home/me/models/tiny", "/home/me/models/tiny")
     assert (resolved.data.sets[0].uri, resolved.data.sets[0].name) == ("file:///home/me/jobs/train.jsonl", "train")
     assert resolved.rewards[0].folder == "/home/me/jobs"
@@ -451,6 +453,10 @@ def test_on_one_machine_with_one_gpu_server_and_trainer_share_it():
         ({"model": {"uri": "file://./tiny"}}, 'spec.model.uri: got "file://./tiny": pods share no folder'),
         ({"rewards": [{"name": "own", "function": "rewards.py:score"}]}, r"spec.rewards\[0\].from: missing"),
         ({"environment": {"class": "tools.py:Tools"}}, r"spec.environment.from: missing"),
+        (
+            {"checkpoint": {"resumeFrom": "file:///a"}},
+            'spec.checkpoint.resumeFrom: got "file:///a": pods share no folder',
+        ),
     ],
 )
 def test_what_only_one_machine_can_serve_is_refused_for_a_cluster(spec, problem):

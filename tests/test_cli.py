@@ -44,9 +44,9 @@ def test_validate_checks_every_file_and_fails_for_one_that_is_broken(minimal, ca
 
 def test_validate_accepts_what_is_not_built_yet_and_says_so(tmp_path, capsys):
     path = tmp_path / "resumed.yaml"
-    path.write_text(MINIMAL + "  checkpoint: {resumeFrom: s3://team-a/miles/default/a/1}\n")
+    path.write_text(MINIMAL.replace("  data:\n", "  data:\n    replayFrom: s3://team-a/miles/default/a/1\n"))
     assert cli.main(["validate", str(path)]) == 0
-    told = f"{path}: spec.checkpoint.resumeFrom: not built yet: a job resumes from its own newest checkpoint"
+    told = f"{path}: spec.data.replayFrom: not built yet: write prompts as data.sets"
     assert f"{told}; no run can start" in capsys.readouterr().out
 
 

@@ -123,6 +123,7 @@ BREAKS = [
     job(trainer__template={"env": [{"name": "RANK", "value": ""}]}),
     job(trainer__template={"env": [{"name": "A"}]}),
     job(store__uri="s3://team-a/../x"),
+    job(checkpoint__resumeFrom="s3://team-a/../x"),
     job(output={"uri": "s3://team-a/miles/x"}),
     job(output={"uri": "s3://team-a"}),
     job(output={"uri": "s3://models/base/x"}, model={"uri": "s3://models/base"}),

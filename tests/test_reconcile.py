@@ -218,7 +218,10 @@ def test_a_name_held_by_another_is_told_and_nothing_is_applied():
 
 INVALID = {
     "a rule": ({"algorithm": {"type": "grpo", "totalSteps": 2, "groupSize": 1}}, "groupSize"),
-    "not built": ({"checkpoint": {"resumeFrom": "s3://team-a/miles/a"}}, "not built yet"),
+    "not built": (
+        {"data": {"sets": [{"generator": "reasoning-gym/chain_sum"}], "replayFrom": "s3://team-a/miles/a"}},
+        "not built yet",
+    ),
     "no cluster": ({"store": {"uri": "file:///tmp/store"}}, "pods share no folder"),
     "unknown field": ({"colour": "red"}, "colour"),
 }

@@ -146,7 +146,6 @@ def test_only_what_is_used_and_not_built_is_noticed():
     ("field", "value"),
     [
         ("data", {"sets": [{"generator": "reasoning-gym/chain_sum"}], "replayFrom": "s3://team-a/miles/default/a/1"}),
-        ("checkpoint", {"resumeFrom": "s3://team-a/miles/default/a/1"}),
         ("suspend", True),
     ],
 )

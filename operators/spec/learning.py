@@ -16,7 +16,6 @@ from operators.spec.fields import (
     Parameters,
     Rate,
     StoreUri,
-    not_built,
     text,
 )
 from operators.spec.inputs import EvaluationSet
@@ -193,5 +192,8 @@ class Checkpoint(Model):
     """Steps between two checkpoints: the work that is lost when the trainer dies."""
     keep_last: Annotated[int, Field(ge=1, le=1000)] = 2
     """Checkpoints kept; older ones are deleted."""
-    resume_from: Annotated[StoreUri | None, not_built("a job resumes from its own newest checkpoint")] = None
-    """Store prefix of another run's checkpoint to start from."""
+    resume_from: StoreUri | None = None
+    """Another job's run to begin from: <store.uri>/<namespace>/<name>/<uid>, whose newest checkpoint is taken, or one
+    of the folders in its checkpoints/. Its weights and optimizer are those of step 0 here; steps, prompts and the
+    course of the learning rate begin anew. Model, shape of the adapter, and whether there is a critic must be the same;
+    the number of processes need not. Read once, with the endpoint and the Secret of store. Default: the base model."""

@@ -3,13 +3,12 @@
 import json
 import pathlib
 import re
-import urllib.parse
 from typing import Any
 
 import pydantic
 
 from pipeline.config import RunConfig
-from pipeline.storage import Corrupted, Storage, StorageError, open_storage
+from pipeline.storage import Corrupted, Storage, StorageError, exists, open_storage
 
 ATTEMPT = re.compile(r"attempts/(\d+)\.json")
 Document = dict[str, Any]
@@ -95,12 +94,6 @@ async def delivery(config: RunConfig, omissions: list[str]) -> Document | None:
         return manifest
     omissions.append("In output.uri, MANIFEST.json names no version: the model counts as not delivered.")
     return None
-
-
-def exists(uri: str) -> bool:
-    """Whether a local folder is there; other places are asked when they are read."""
-    parts = urllib.parse.urlsplit(uri)
-    return parts.scheme not in ("", "file") or pathlib.Path(urllib.parse.unquote(parts.path)).is_dir()
 
 
 def parse(data: bytes) -> RunConfig | None:

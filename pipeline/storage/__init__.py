@@ -6,6 +6,7 @@ Conflicts are answers, not faults: `create` and `replace` raise Conflict at once
 with jitter until a deadline and then raise StorageError.
 """
 
+import pathlib
 import urllib.parse
 
 from pipeline.clock import Clock, SystemClock
@@ -43,6 +44,7 @@ __all__ = [
     "Transient",
     "Unavailable",
     "confined",
+    "exists",
     "file_sha256",
     "open_storage",
     "probe",
@@ -70,3 +72,9 @@ def open_storage(
     if scheme == "memory" and rest:
         return Storage(MemoryBucket.named(rest, clock or SystemClock()), clock)
     raise ValueError(f"store {uri!r} is neither s3://bucket/prefix nor file:///folder")
+
+
+def exists(uri: str) -> bool:
+    """Whether a local folder is there; other places are asked when they are read."""
+    parts = urllib.parse.urlsplit(uri)
+    return parts.scheme not in ("", "file") or pathlib.Path(urllib.parse.unquote(parts.path)).is_dir()

@@ -8,7 +8,7 @@ from typing import Any
 
 try:
     from pipeline.report import source
-    from pipeline.storage import ObjectInfo, Storage, StorageError, open_storage
+    from pipeline.storage import ObjectInfo, Storage, StorageError, exists, open_storage
     from pipeline.storage.check import examine
     from pipeline.store import garbage, samples, speed
 except ModuleNotFoundError as missing:
@@ -105,7 +105,7 @@ def _size(objects: Iterable[Any]) -> str:
 
 
 def _existing(uri: str) -> Storage:
-    if not source.exists(uri if "://" in uri else f"file://{uri}"):
+    if not exists(uri if "://" in uri else f"file://{uri}"):
         raise ValueError(f"{uri}: there is no such folder")
     return open_storage(uri)
 

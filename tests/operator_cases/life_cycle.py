@@ -1,5 +1,6 @@
 """The table `Life cycle`; attempts and deletion have modules of their own."""
 
+import json
 import time
 from typing import Any
 
@@ -71,6 +72,19 @@ def a_job_that_is_created_suspended_gets_all_but_the_trainer(scene: Scene) -> No
     scene.edit(suspend=False)
     scene.until_ready()
     assert scene.status["attempt"]["number"] == 0
+
+
+@case(life("It has `checkpoint.resumeFrom`"), lasts_s=5)
+def a_checkpoint_to_begin_from_reaches_the_trainer_and_one_that_does_not_fit_fails_the_job(scene: Scene) -> None:
+    origin = "s3://team-a/miles/default/other/3f0c"
+    scene.create(checkpoint={"resumeFrom": origin})
+    scene.until_ready()
+    run = json.loads(scene.child("ConfigMap", "config")["data"]["run.json"])
+    assert run["checkpoint"]["resume_from"] == origin
+    scene.end_trainer(podstatus.fails(3, f"checkpoint.resume_from: {origin} belongs to model a, this run has b"))
+    told = scene.until_told("Failed", "CheckpointNotFound", "True")
+    assert "belongs to model a, this run has b" in told["message"]
+    assert (scene.status["attempt"]["number"], scene.status["restarts"]) == (0, 0)
 
 
 # Drift
