@@ -31,7 +31,7 @@ TABLE: dict[str, tuple[Effect, str]] = {
     "spec.algorithm.groupSize": (REFUSED, "groups in the store have this size"),
     "spec.algorithm.promptsPerStep": (REFUSED, "logged steps have this size"),
     "spec.rollout.replicas": (LIVE, "workers are added or removed; `kubectl scale` writes this field"),
-    "spec.rollout.autoscale": (LIVE, "bounds of the field above"),
+    "spec.rollout.autoscale": (LIVE, "bounds of the number of workers, which starts from replicas"),
     "spec.rollout.tensorParallelSize": (LIVE, "the workers are replaced one by one"),
     "spec.rollout.maxModelLen": (ATTEMPT, "the trainer's batches hold samples of this length"),
     "spec.rollout.maxConcurrentGroups": (LIVE, "the workers are replaced one by one"),

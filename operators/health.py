@@ -10,7 +10,7 @@ from operators.deadlines import has_stepped
 from operators.names import child_name, selector
 from operators.observed import Key, Object
 from operators.situation import Situation
-from operators.spec.status import RLJobStatus, RolloutStatus, TrainerStatus
+from operators.spec.status import RLJobStatus, TrainerStatus
 
 NORMAL = Cause("AsSpecified", "")
 
@@ -22,15 +22,10 @@ def counted(here: Situation, status: RLJobStatus) -> RLJobStatus:
     ready = _ready(here, child_name(here.job, "rollout"))
     pods = ",".join(f"{name}={value}" for name, value in selector(here.job, "rollout").items())
     running = sum(causes.is_ready(pod) for pod in here.pods_of(here.current)) if here.current else 0
+    told = {"desired": wanted, "ready": ready, "summary": f"{ready}/{wanted}", "selector": pods}
     return status.model_copy(
         update={
-            "rollout": RolloutStatus(
-                desired=wanted,
-                ready=ready,
-                summary=f"{ready}/{wanted}",
-                selector=pods,
-                scaled_up_time=status.rollout.scaled_up_time,
-            ),
+            "rollout": status.rollout.model_copy(update=told),
             "trainer": TrainerStatus(desired=0 if spec.suspend else spec.trainer.nodes, ready=running),
         }
     )

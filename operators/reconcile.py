@@ -8,7 +8,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from operators import attempts, causes, children, conditions, drift, health, manifest, rules, training
+from operators import attempts, autoscale, causes, children, conditions, drift, health, manifest, rules, training
 from operators.attempts import Decision
 from operators.causes import is_true
 from operators.conditions import Fact, Facts, timestamp
@@ -33,7 +33,7 @@ def reconcile(observed: Observed, now: datetime.datetime, platform: Platform) ->
     status = RLJobStatus.model_validate(observed.job.get("status") or {})
     over = conditions.holds(status.conditions, "Complete") or conditions.holds(status.conditions, "Failed")
     try:
-        here = Situation(_parsed(observed.job), status, observed, now)
+        here = Situation(autoscale.applied(_parsed(observed.job), status), status, observed, now)
         wanted = _wanted(here, platform, over)
     except ValueError as error:
         return _clear(observed) if over else _invalid(observed, status, causes.shortened(str(error)), now)
@@ -78,6 +78,7 @@ def _working(here: Situation, decision: Decision, wanted: Sequence[Child], platf
     if status.start_time is None and (here.current is not None or any(child["kind"] == "Job" for child in apply)):
         status = status.model_copy(update={"start_time": timestamp(here.now)})
     status = awaiting(here, health.counted(here, training.updated(here, status, platform)))
+    status = autoscale.updated(here, status)
     status = _told(here, status, health.facts(here, decision, status, conflicts))
     resting = conditions.holds(status.conditions, "Suspended") and not apply and not decision.delete
     return Plan(

@@ -78,7 +78,7 @@ def _checkpointed(here: Situation, status: RLJobStatus, platform: Platform) -> R
 
 def _metrics(report: Report) -> Iterator[Metric]:
     """The few numbers that tell most; parts of the reward and evaluations fill the rest."""
-    speed = report.get("tokens_per_s") or {}
+    speed, waits = report.get("tokens_per_s") or {}, report.get("waits") or {}
     named: dict[str, Any] = {
         "reward/mean": report.get("reward_mean"),
         "tokens_per_s/trained": speed.get("trained"),
@@ -88,6 +88,8 @@ def _metrics(report: Report) -> Iterator[Metric]:
         "staleness/max": report.get("staleness_max"),
         "queue/groups": report.get("queue_groups"),
         "response_length/mean": report.get("response_length_mean"),
+        "waits/trainer": waits.get("trainer"),
+        "waits/rollout": waits.get("rollout"),
     }
     named |= {f"reward/{part}": value for part, value in (report.get("reward") or {}).items()}
     for name, results in (report.get("evaluation") or {}).items():

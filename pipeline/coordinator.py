@@ -59,12 +59,15 @@ class Coordinator:
         self.version: Version | None = None
         self.stopped: str | None = None
         self.dropped: collections.Counter[str] = collections.Counter()
+        self.idle_s = 0.0
+        """In which the workers had nothing to do: no lease was open, and no evaluation asked for."""
         self._wanted: str | None = None
         self._outage: str | None = None
         self._failure: Exception | None = None
         self._logged = 0  # last step that the log had at takeover
         self._positions: dict[int, int] = {0: 0}  # step → log position behind its plan
         self._beaten: float | None = None
+        self._idle_since: float | None = None
         self._ticked = asyncio.Event()
 
     @property
@@ -314,12 +317,20 @@ class Coordinator:
             await self._tell(fresh=beat)
             if beat:
                 self._beaten = self.clock.now()
+            self._count_idle()
         finally:
             self._ticked.set()
 
     def _grant(self) -> None:
         if not self.replaying and not self.stopped and self.version is not None:
             self.dispatcher.grant(self.version)
+
+    def _count_idle(self) -> None:
+        """Looked at once a tick, so that what is shorter is not seen."""
+        now, busy = self.clock.now(), self.ledger.leases or self.assignments.pending or self.replaying
+        if self._idle_since is not None:
+            self.idle_s += max(0.0, now - self._idle_since)
+        self._idle_since = None if busy or not self.roster.live() else now
 
     async def _tell(self, fresh: bool = False) -> None:
         """Write control/state.json if it has changed, or to keep it `fresh`."""

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 RECENT_STEPS = 20
 """Steps over which the remaining time is estimated."""
+WAITS_STEPS = 5
+"""Steps over which it is told who waits for whom."""
 FIGURES = ("duration_s", "samples_per_s", "tokens_per_s", "peak_memory_gib", "dropped")
 """Of the summary: what only a process that trains can measure."""
 
@@ -51,6 +53,7 @@ class Lead:
         self.rows: list[Row] = []
         self.versions: list[Version] = []  # of weights: the newest few, oldest first
         self._task: asyncio.Task[None] | None = None
+        self._idle_s = 0.0  # of the coordinator, when the last step was recorded
 
     async def serve(self) -> None:
         """Raises ValueError if the port is taken."""
@@ -99,6 +102,8 @@ class Lead:
     async def record(self, version: Version, row: Row) -> None:
         """The step behind `version` is trained."""
         self.step = version.step
+        row["async/rollout_idle_s"] = self.coordinator.idle_s - self._idle_s
+        self._idle_s = self.coordinator.idle_s
         self.rows.append(row)
         await self.recorder.record(version, row, self.clock.now())
 
@@ -219,6 +224,7 @@ class Lead:
             "staleness_mean": row.get("async/staleness_mean"),
             "staleness_max": row.get("async/staleness_max"),
             "queue_groups": statistics["queue_groups"],
+            "waits": self._waits(),
             "dropped": statistics["dropped"],
             "eta_s": self._eta_s(),
             "evaluation": self._newest_evaluation(),
@@ -231,6 +237,14 @@ class Lead:
         if self.phase == "evaluating":
             return "evaluation of step " + ", ".join(map(str, self.scoreboard.pending))
         return self.coordinator.waiting_for if self.phase == "waiting" else None
+
+    def _waits(self) -> dict[str, float] | None:
+        """Shares of the last steps' time in which the trainer waited for experience, and workers had nothing to do."""
+        rows = self.rows[metrics.STARTING_STEPS :][-WAITS_STEPS:]
+        if not rows:
+            return None
+        trainer, rollout = (metrics.share(rows, f"async/{name}_s") for name in ("wait_for_batch", "rollout_idle"))
+        return {"trainer": trainer, "rollout": rollout, "steps": len(rows)}
 
     def _unready(self) -> str | None:
         return "the model to be loaded" if self.phase == "starting" else None

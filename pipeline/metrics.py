@@ -153,8 +153,13 @@ def steady_rate(rows: Sequence[Mapping[str, float]], name: str) -> float:
 
 def waiting_share(rows: Sequence[Mapping[str, float]]) -> float:
     """Share of the steady steps' time in which the trainer waits for experience."""
-    seconds = sum(row["perf/step_s"] for row in steady(rows))
-    return sum(row.get("async/wait_for_batch_s", 0.0) for row in steady(rows)) / seconds if seconds else 0.0
+    return share(steady(rows), "async/wait_for_batch_s")
+
+
+def share(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    """Of the steps' time, that of the seconds `name`."""
+    seconds = sum(row["perf/step_s"] for row in rows)
+    return sum(row.get(name, 0.0) for row in rows) / seconds if seconds else 0.0
 
 
 def _summary(name: str, values: np.ndarray) -> Row:

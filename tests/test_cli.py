@@ -161,7 +161,7 @@ def test_render_shows_the_configuration_as_it_reads_and_no_yaml_aliases(minimal,
 def test_render_says_on_standard_error_what_is_not_built(everything, capsys):
     cli.main(["render", everything])
     out, err = capsys.readouterr()
-    assert f"{everything}: spec.rollout.autoscale: not built yet: rollout.replicas workers run" in err
+    assert f'{everything}: metadata.labels["kueue.x-k8s.io/queue-name"]: not built yet: the job does not wait' in err
     assert list(yaml.safe_load_all(out))
 
 

@@ -177,6 +177,28 @@ async def test_room_is_made_by_a_published_step_and_new_leases_ask_for_its_polic
     assert await scene.leases(writer) == {2: 0, 3: 0, 4: 1, 5: 1}
 
 
+async def test_the_time_in_which_workers_have_nothing_to_do_is_counted(scene: Scene):
+    trainer = await scene.trainer()
+    await scene.tick(trainer)
+    assert trainer.idle_s == 0  # there are none
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    assert await scene.leases(writer)
+    await writer.commit([group(index) for index in range(4)])
+    await scene.tick(trainer)
+    assert trainer.idle_s == 0
+    for _ in range(3):
+        await keep_alive(scene, writer)
+        await scene.tick(trainer)
+    assert trainer.idle_s == 3 * HEARTBEAT_S
+    await plan_now(trainer, 1)
+    await finish(trainer, 1)
+    assert await scene.leases(writer)
+    await scene.tick(trainer)
+    await scene.tick(trainer)
+    assert trainer.idle_s == 4 * HEARTBEAT_S  # until it was looked at again
+
+
 async def test_a_draining_writer_gets_nothing_and_what_it_hands_back_goes_to_others(scene: Scene):
     trainer = await scene.trainer()
     leaving = await scene.writer("rollout-0")

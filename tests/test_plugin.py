@@ -62,6 +62,8 @@ RUNNING = job(
         {"name": "staleness/max", "value": "2"},
         {"name": "queue/groups", "value": "96"},
         {"name": "tokens_per_s/generated", "value": "11200"},
+        {"name": "waits/trainer", "value": "0.034"},
+        {"name": "waits/rollout", "value": "0.12"},
         {"name": "response_length/mean", "value": "311.4"},
         {"name": "evaluation/aime/avg@16", "value": "0.21"},
         {"name": "odd", "value": "NaN?"},
@@ -98,12 +100,19 @@ def test_a_running_job_on_one_screen():
     assert shown.splitlines() == [
         "math-7b  Running for 7h 0m · step 412 of 1000 · ETA 10h 0m · policy t2-s412 · staleness mean 0.8 max 2",
         "reward   0.410 ▁▆█  (correct 0.520) · response 311 tokens · eval aime avg@16 0.210",
-        "speed    11.2k tok/s generated",
+        "speed    11.2k tok/s generated · trainer waits 3% · rollouts wait 12%",
         "rollout  4/4 ready · queue 96 groups",
         "trainer  2/2 ready · checkpoint s400, 6m 0s ago · restarts 0 of 3 (+1 disruption)",
         "last     attempt 1: disruption 5h 0m ago (node lost)",
         "store    s3://team-a/miles/team-a/math-7b/3f0c",
     ]
+
+
+def test_the_last_decision_of_the_autoscaler_is_told_with_its_cause():
+    why = "2 to 4 at step 40: the trainer waited 60% of the time for completions"
+    decided = {"desired": 4, "ready": 3, "autoscaled": {"start": 2, "replicas": 4, "step": 40, "message": why}}
+    given = job({"Ready": ("True", "Training", "")}, phase="Running", rollout=decided)
+    assert f"rollout  3/4 ready · autoscaled from {why}" in status.screen(given, [], NOW).splitlines()
 
 
 def test_in_trouble_the_first_three_lines_say_what_why_and_what_to_do():
@@ -366,7 +375,7 @@ def test_top_shows_use_gpus_and_state_of_each_pod_and_the_speed():
     shown = tables.top(RUNNING, [pod("trainer"), pod(**READY)], used).splitlines()
     assert shown[1].split() == ["math-7b-rollout-0", "rollout", "1500m", "2Gi", "2", "0", "ready"]
     assert shown[2].split() == ["math-7b-trainer-0", "trainer", "?", "?", "2", "0", "starting"]
-    assert shown[-1] == "11.2k tok/s generated"
+    assert shown[-1] == "11.2k tok/s generated · trainer waits 3% · rollouts wait 12%"
 
 
 SAID = {

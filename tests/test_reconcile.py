@@ -87,6 +87,7 @@ def test_numbers_of_the_report_become_metrics_and_a_checkpoint(story):
         "reward_mean": 0.25,
         "reward": {"correct": 0.5},
         "tokens_per_s": {"trained": 13000.0, "generated": None},
+        "waits": {"trainer": 0.03, "rollout": 0.125, "steps": 5},
         "evaluation": {"aime": {"avg@16": 0.21, "step": 2}},
     }
     story.look(20)
@@ -94,6 +95,8 @@ def test_numbers_of_the_report_become_metrics_and_a_checkpoint(story):
     assert told == {
         "reward/mean": "0.25",
         "tokens_per_s/trained": "13000",
+        "waits/trainer": "0.03",
+        "waits/rollout": "0.125",
         "reward/correct": "0.5",
         "evaluation/aime/avg@16": "0.21",
     }

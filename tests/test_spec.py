@@ -136,7 +136,6 @@ def test_a_generator_has_no_seed_of_its_own_unless_it_has_no_value():
 def test_only_what_is_used_and_not_built_is_noticed():
     assert rules.not_built(job()) == []
     assert {schema.dotted(notice.path): notice.harmless for notice in rules.not_built(job(EVERYTHING))} == {
-        "spec.rollout.autoscale": True,
         "spec.rollout.spot": True,
         'metadata.labels["kueue.x-k8s.io/queue-name"]': True,
     }
@@ -154,11 +153,17 @@ def test_a_field_that_would_change_the_run_keeps_it_from_starting(field, value):
 
 
 def test_what_only_the_operator_acts_on_is_noticed_by_a_local_run_alone():
-    paused = job(suspend=True, managedBy="another", runPolicy={"ttlSecondsAfterFinished": 60, "cleanup": "None"})
+    paused = job(
+        suspend=True,
+        managedBy="another",
+        rollout={"autoscale": {"min": 1, "max": 2}},
+        runPolicy={"ttlSecondsAfterFinished": 60, "cleanup": "None"},
+    )
     assert rules.not_built(paused) == []
     assert [str(notice).partition(":")[0] for notice in rules.not_built(paused, local=True)] == [
         "spec.suspend",
         "spec.managedBy",
+        "spec.rollout.autoscale",
         "spec.runPolicy.ttlSecondsAfterFinished",
         "spec.runPolicy.cleanup",
     ]

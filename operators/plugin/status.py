@@ -2,7 +2,7 @@
 
     math-7b  Running for 7h 12m · step 412 of 1000 · ETA 10h 2m · policy t2-s412 · staleness mean 0.8 max 2
     reward   0.412 ▁▂▃▄▆▇█  (correct 0.520, brief -0.030) · response 311 tokens · eval aime avg@16 0.210
-    speed    11.2k tok/s generated · 13.0k tok/s trained
+    speed    11.2k tok/s generated · 13.0k tok/s trained · trainer waits 3% · rollouts wait 12%
     rollout  4/4 ready · queue 96 groups
     trainer  2/2 ready · checkpoint s400, 6m 2s ago · restarts 0 of 3 (+1 disruption)
     store    s3://team-a/miles/team-a/math-7b/3f0c…
@@ -104,6 +104,8 @@ def speed(job: Object) -> str | None:
         "samples_per_s": "samples/s",
     }
     parts = [f"{count(found[name])} {unit}" for name, unit in words.items() if name in found]
+    waits = {"waits/trainer": "trainer waits", "waits/rollout": "rollouts wait"}
+    parts += [f"{words} {found[name]:.0%}" for name, words in waits.items() if name in found]
     return " · ".join(parts) or None
 
 
@@ -125,7 +127,11 @@ def component(job: Object, part: str, pods: Sequence[Object] | None) -> str | No
 
 def rollout(job: Object, pods: Sequence[Object] | None) -> str | None:
     found, queue = component(job, "rollout", pods), metrics(job).get("queue/groups")
-    return found and found + ("" if queue is None else f" · queue {queue:.0f} groups")
+    if found is None:
+        return None
+    scaled = job["status"]["rollout"].get("autoscaled", {}).get("message")
+    told = [found, *([] if queue is None else [f"queue {queue:.0f} groups"])]
+    return " · ".join([*told, *([f"autoscaled from {scaled}"] if scaled else [])])
 
 
 def trainer(job: Object, pods: Sequence[Object] | None, now: datetime.datetime) -> str | None:

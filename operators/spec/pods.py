@@ -105,8 +105,9 @@ class Rollout(Model):
 
     replicas: Annotated[int, Field(ge=0, le=1024)] = 1
     """Number of workers."""
-    autoscale: Annotated[Autoscale | None, not_built("rollout.replicas workers run", harmless=True)] = None
-    """Bounds between which the number of workers follows the trainer's demand."""
+    autoscale: Annotated[Autoscale | None, cluster_only("rollout.replicas workers run", harmless=True)] = None
+    """Bounds between which the number of workers follows the trainer's demand: more where it waits for completions,
+    fewer where they wait for it. It starts from replicas; 0 there means none. Default: replicas workers run."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     """GPUs that one server splits the model over."""
     max_model_len: Annotated[int, Field(ge=64, le=1_048_576)] = 4096

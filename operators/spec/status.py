@@ -76,6 +76,19 @@ class TrainingStatus(Told):
     """Mean reward over the run, oldest first: the last that was told in each sixteenth of totalSteps."""
 
 
+class Autoscaled(Told):
+    """How many workers were decided on within rollout.autoscale."""
+
+    start: Annotated[int, Field(ge=0)]
+    """spec.rollout.replicas, from which on it was decided; when that is edited, it starts anew."""
+    replicas: Annotated[int, Field(ge=0)]
+    """Workers wanted."""
+    step: Annotated[int, Field(ge=0)] = 0
+    """Step at which so many were last seen to become ready; only later ones count for the next decision."""
+    message: Annotated[str, text(256, shortest=0)] = ""
+    """The last change, and why."""
+
+
 class RolloutStatus(Told):
     """The rollout workers."""
 
@@ -87,6 +100,8 @@ class RolloutStatus(Told):
     """ready/desired, for display."""
     selector: Annotated[str, text(512, shortest=0)] = ""
     """Label selector of the pods, for autoscalers."""
+    autoscaled: Autoscaled | None = None
+    """With rollout.autoscale: what was decided."""
     scaled_up_time: Time | None = None
     """When workers were asked for after a time without any; the limits of progress count from then at the earliest."""
 

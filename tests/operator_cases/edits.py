@@ -8,8 +8,8 @@ from typing import Any
 from operators import edits
 from tests import podstatus, replica
 from tests.kubeapi import ApiError, Dict, until
-from tests.operator_cases import Row, add, case, edit
-from tests.stage import NAME, STOPPED, Scene
+from tests.operator_cases import Row, add, case, edit, life
+from tests.stage import FRESH_S, NAME, STOPPED, Scene
 
 Check = Callable[[Scene], Any]
 GENERATOR = {"generator": "reasoning-gym/chain_sum"}
@@ -132,6 +132,28 @@ def an_autoscaler_reads_and_writes_the_scale_subresource(scene: Scene) -> None:
     autoscaler = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": {"name": NAME}}
     scene.api.create(autoscaler | {"spec": bounds}, scene.namespace)
     scene.until(lambda told: told["rollout"]["summary"] == "3/3", "the autoscaler's workers run", 90)
+    assert scene.status["attempt"]["number"] == 0
+
+
+@case(
+    (*edit("rollout.autoscale"), *life("`rollout.autoscale` is set, and trainer or workers wait for the other side")),
+    lasts_s=25,
+)
+def workers_follow_the_demand_of_the_trainer_within_their_bounds(scene: Scene) -> None:
+    scene.create(rollout={"replicas": 1, "autoscale": {"min": 1, "max": 3}})
+    scene.train()
+    for step, trainer, rollout, count in ((10, 0.6, 0.0, 2), (20, 0.6, 0.0, 3), (30, 0.0, 0.9, 2)):
+        time.sleep(FRESH_S)
+        waits = {"trainer": trainer, "rollout": rollout, "steps": 5}
+        scene.report(phase="training", step=step, version=[0, step], waits=waits)
+        scene.until(lambda told, count=count: told["rollout"]["summary"] == f"{count}/{count}", f"{count} workers")
+        assert scene.child("Deployment", "rollout")["spec"]["replicas"] == count
+    assert "had nothing to do 90%" in scene.status["rollout"]["autoscaled"]["message"]
+    assert scene.api.get("RLJob", NAME, scene.namespace)["spec"]["rollout"]["replicas"] == 1
+    scene.edit(rollout={"replicas": 3})
+    scene.until(lambda told: told["rollout"]["summary"] == "3/3", "it starts anew from what the user wrote")
+    scene.edit(rollout={"autoscale": {"max": 2}, "replicas": 2})
+    scene.until(lambda told: told["rollout"]["summary"] == "2/2", "bounds hold at once")
     assert scene.status["attempt"]["number"] == 0
 
 
