@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from operators import containers, isolation
+from operators import containers, isolation, spot
 from operators.names import child_name, labels, selector
 from operators.resolve import REWARD_PORT, Platform, model, run_config
 from operators.spec import API_VERSION, KIND, RLJob
@@ -87,6 +87,8 @@ def rollout(job: RLJob, config: RunConfig, platform: Platform) -> Dict:
         volumes=[volume for volume, mount in containers.user_files(job, platform)],
     )
     pod["terminationGracePeriodSeconds"] = 60
+    if spec.spot and not platform.local:
+        pod = spot.placed(pod)
     # A changed configuration replaces the workers; a new attempt or policy version does not.
     digest = hashlib.sha256(config.model_copy(update={"attempt": 0}).model_dump_json().encode()).hexdigest()[:16]
     annotations = {"miles.dev/config": digest}

@@ -11,6 +11,7 @@ from operators.names import child_name
 from operators.resolve import Platform
 from operators.spec import RLJob
 from pipeline.config import RunConfig
+from pipeline.rollout import LEAVE_S
 from tests.test_spec import EVERYTHING, job
 
 CLUSTER = Platform()
@@ -393,6 +394,33 @@ def test_template_overrides_reach_the_pods_and_replace_variables_of_the_same_nam
     assert workload["spec"]["nodeSelector"] == {"zone": "a", "pool": "cpu"}
     assert workload["spec"]["priorityClassName"] == "high"
     assert workload["spec"]["tolerations"] == [{"key": "spot", "operator": "Exists", "effect": "NoSchedule"}]
+
+
+def test_workers_prefer_spot_nodes_where_that_is_asked_for_and_nobody_else_does():
+    taint = {"key": "own", "operator": "Exists"}
+    served = {"name": "helpful", "model": {"uri": "s3://models/rm"}}
+    asked = job(rollout={"spot": True, "template": {"tolerations": [taint]}}, rewards=[served])
+    worker = only(asked, "Deployment", "rollout")["spec"]["template"]["spec"]
+    preferred = worker["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    labels = {
+        (expression["key"], *expression["values"])
+        for term in preferred
+        for expression in term["preference"]["matchExpressions"]
+    }
+    assert labels == {
+        ("karpenter.sh/capacity-type", "spot"),
+        ("eks.amazonaws.com/capacityType", "SPOT"),
+        ("cloud.google.com/gke-spot", "true"),
+        ("kubernetes.azure.com/scalesetpriority", "spot"),
+    }
+    assert worker["tolerations"][0] == taint
+    assert {(each["key"], each["value"]) for each in worker["tolerations"][1:]} == labels
+    assert all(each["effect"] == "NoSchedule" for each in worker["tolerations"][1:])
+    assert LEAVE_S < worker["terminationGracePeriodSeconds"] <= 30  # the shortest notice
+    for kind, suffix in (("Job", "trainer"), ("Deployment", "reward-helpful")):
+        pod = only(asked, kind, suffix)["spec"]["template"]["spec"]
+        assert not {"affinity", "tolerations"} & pod.keys()
+    assert "affinity" not in only(asked, "Deployment", "rollout", CPU)["spec"]["template"]["spec"]
 
 
 def test_trainer_pods_share_a_topology_domain_where_that_is_asked_for():

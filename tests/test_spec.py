@@ -136,7 +136,6 @@ def test_a_generator_has_no_seed_of_its_own_unless_it_has_no_value():
 def test_only_what_is_used_and_not_built_is_noticed():
     assert rules.not_built(job()) == []
     assert {schema.dotted(notice.path): notice.harmless for notice in rules.not_built(job(EVERYTHING))} == {
-        "spec.rollout.spot": True,
         'metadata.labels["kueue.x-k8s.io/queue-name"]': True,
     }
 
@@ -156,7 +155,7 @@ def test_what_only_the_operator_acts_on_is_noticed_by_a_local_run_alone():
     paused = job(
         suspend=True,
         managedBy="another",
-        rollout={"autoscale": {"min": 1, "max": 2}},
+        rollout={"spot": True, "autoscale": {"min": 1, "max": 2}},
         runPolicy={"ttlSecondsAfterFinished": 60, "cleanup": "None"},
     )
     assert rules.not_built(paused) == []
@@ -164,6 +163,7 @@ def test_what_only_the_operator_acts_on_is_noticed_by_a_local_run_alone():
         "spec.suspend",
         "spec.managedBy",
         "spec.rollout.autoscale",
+        "spec.rollout.spot",
         "spec.runPolicy.ttlSecondsAfterFinished",
         "spec.runPolicy.cleanup",
     ]
@@ -253,7 +253,7 @@ def test_explain_goes_through_lists_and_names_what_is_required():
 
 def test_explain_says_where_relative_files_start_and_what_is_not_built():
     assert "starts at the folder of the file that holds the spec" in " ".join(explain.explain("spec.store.uri").split())
-    assert "not built yet" in explain.explain("spec.rollout.spot")
+    assert "not built yet" in explain.explain("spec.data.replayFrom")
 
 
 def test_explain_suggests_the_field_that_was_meant():

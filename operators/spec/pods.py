@@ -14,7 +14,6 @@ from operators.spec.fields import (
     Quantity,
     ResourceName,
     cluster_only,
-    not_built,
     text,
 )
 
@@ -121,8 +120,10 @@ class Rollout(Model):
     adapter_loading: Literal["merge", "hot"] | None = None
     """How new LoRA weights reach vLLM. merge: merged into the base beside the server, fastest on a CPU; hot: loaded as
     an adapter. Default: hot on GPUs, merge on a CPU."""
-    spot: Annotated[bool, not_built("use rollout.template.nodeSelector and tolerations", harmless=True)] = False
-    """Whether the workers run on capacity that may be taken away; nothing is lost when it is."""
+    spot: Annotated[bool, cluster_only("the workers run on this machine", harmless=True)] = False
+    """Whether the workers prefer nodes that the cloud may take away (spot), and tolerate the taints of these: a few
+    completions are made again when one is. They run on other nodes where there is no room on such ones. The trainer
+    never prefers them."""
     image: Image | None = None
     """Image of both containers. Default: that of this release."""
     resources: Resources = Resources()

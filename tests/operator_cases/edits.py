@@ -73,7 +73,7 @@ LIVE: list[tuple[str, Any, Dict, str, Callable[[Dict], Any]]] = [
     ("rollout.maxConcurrentGroups", 32, {}, "rollout", replaced),
     ("rollout.compile", True, {}, "rollout", replaced),
     ("rollout.adapterLoading", "hot", {"trainer": {"lora": {}}}, "rollout", replaced),
-    ("rollout.spot", True, {}, "rollout", lambda child: child["spec"]["replicas"] == 1),
+    ("rollout.spot", True, {}, "rollout", replaced),
     ("rollout.image", "registry/miles:2", {}, "rollout",
      lambda child: child["spec"]["template"]["spec"]["containers"][0]["image"] == "registry/miles:2"),
     ("rollout.resources", {"limits": {"memory": "8Gi"}}, {}, "rollout", replaced),
