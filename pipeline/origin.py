@@ -1,8 +1,9 @@
 """A run that begins from a checkpoint of another one: checkpoint.resume_from.
 
 Weights and optimizer state of that checkpoint are those of step 0. Everything else begins anew: steps, the course of
-the learning rate, prompts, random numbers, the KL coefficient. Of the other run only run.json and checkpoints/ are
-read, and only once: step 0 becomes this run's own first checkpoint before anything is generated with it.
+the learning rate, prompts, random numbers, the KL coefficient, what rewards are normalised by. Of the other run only
+run.json and checkpoints/ are read, and only once: step 0 becomes this run's own first checkpoint before anything is
+generated with it.
 
 Limit: the base model is the same if its URI and revision are.
 """
