@@ -1,7 +1,8 @@
 """Where a run takes place: rollout workers, trainer, what their pods are given, and the limits of the whole."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import pydantic
 from pydantic import Field
 
 from operators.spec.fields import (
@@ -132,8 +133,18 @@ class Rollout(Model):
     """Additions to the workers' pods."""
 
 
+_QUANTISED: dict[str, Any] = dict.fromkeys(
+    ("quantization", "loadIn4bit", "loadIn8bit"), "the base is trained upon in float32 or bfloat16; leave it out"
+)
+_UNSERVED: dict[str, Any] = dict.fromkeys(
+    ("useDora", "modulesToSave", "bias"), "vLLM serves plain low-rank adapters alone; leave it out"
+)
+
+
 class Lora(Model):
     """Train a low-rank adapter of the linear layers, and leave the base as it is."""
+
+    model_config = pydantic.ConfigDict(json_schema_extra={"refused": _UNSERVED | _QUANTISED})
 
     rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16
     """Rank of the adapter; one of those that vLLM serves."""
@@ -147,6 +158,8 @@ class Lora(Model):
 
 class Trainer(Model):
     """The processes that train, as one torchrun job with FSDP2."""
+
+    model_config = pydantic.ConfigDict(json_schema_extra={"refused": _QUANTISED})
 
     nodes: Annotated[int, Field(ge=1, le=512)] = 1
     """Pods, one a node."""
