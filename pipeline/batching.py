@@ -121,7 +121,7 @@ def _batch(table: pa.Table, groups: np.ndarray) -> Batch:
         baselines = _of_group(alone["reward"].to_numpy(), owners, groups)
         baseline_parts = {name: _of_group(values, owners, groups) for name, values in _parts(alone).items()}
     completions = experience.ragged(table, "completion_ids")
-    mask, credits = experience.response_mask(table), experience.turn_rewards(table)
+    mask, credits = experience.response_mask(table), experience.token_rewards(table)
     rewards = table["reward"].to_numpy().astype(np.float64)
     scored = np.isfinite(rewards) & (np.diff(completions.offsets) > 0)
     return Batch(

@@ -32,6 +32,7 @@ TURN = pa.struct(
         ("reward", pa.float64()),  # part of the sample's reward
     ]
 )
+STEP = pa.struct([("token", pa.int32()), ("reward", pa.float64())])
 SCHEMA = pa.schema(
     [
         pa.field("index", pa.int64(), nullable=False),  # prompt index, names the group
@@ -52,6 +53,7 @@ SCHEMA = pa.schema(
         pa.field("spans", pa.list_(pa.struct([("start", pa.int32()), ("term", pa.int32()), ("step", pa.int64())]))),
         pa.field("created", pa.float64(), nullable=False),  # seconds since the epoch, the worker's clock
         pa.field("turns", pa.list_(TURN)),  # null: one turn, all of it sampled
+        pa.field("steps", pa.list_(STEP)),  # process rewards, weighted: parts of `reward`; null: none
     ],
     metadata={"miles.schema": "1"},
 )
@@ -70,6 +72,13 @@ class Turn(NamedTuple):
     reward: float | None = None  # what came with a turn of the policy, weighted: part of the sample's reward
 
 
+class Step(NamedTuple):
+    """What of a sample's reward came with one of its sampled tokens."""
+
+    token: int  # index in completion_ids
+    reward: float  # weighted
+
+
 @dataclasses.dataclass(frozen=True)
 class Rollout:
     """One completion. Example: prompt_ids [5, 9], completion_ids [7, 2], logprobs [-0.1, -0.7]."""
@@ -83,6 +92,7 @@ class Rollout:
     invalid: str | None
     spans: list[tuple[int, Version]]  # (first token of the span, version that made it)
     turns: list[Turn] = dataclasses.field(default_factory=list)  # empty: one turn, all of it sampled
+    steps: list[Step] = dataclasses.field(default_factory=list)  # by ascending token
 
     @property
     def oldest(self) -> Version:
@@ -91,12 +101,12 @@ class Rollout:
     @property
     def mask(self) -> np.ndarray:
         """[C] bool: which tokens the policy sampled."""
-        return _mask(self.turns, len(self.completion_ids))
+        return sampled(self.turns, len(self.completion_ids))
 
     @property
     def credits(self) -> np.ndarray:
-        """[C] float64: each turn's reward at its last token, 0 elsewhere."""
-        return _credits(self.turns, len(self.completion_ids))
+        """[C] float64: each turn's reward at its last token and each step's at its own, 0 elsewhere."""
+        return _credits(self.turns, self.steps, len(self.completion_ids))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +177,7 @@ def encode(groups: list[RolloutGroup]) -> bytes:
             [turn._replace(text=_text(turn.text) or "")._asdict() for turn in rollout.turns] or None
             for _, _, rollout in rows
         ],
+        "steps": [[step._asdict() for step in rollout.steps] or None for _, _, rollout in rows],
     }
     table = pa.table([pa.array(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
     sink = io.BytesIO()
@@ -247,6 +258,7 @@ def _check_rows(table: pa.Table, vocabulary: int | None) -> None:
             valid & _any(column, (column.values < 0) | (column.values >= limit)), f"a token id is not in [0, {limit})"
         )
     _check_turns(table, valid, lengths)
+    _check_steps(table, valid, lengths)
     mask, values = response_mask(table), logprobs.values
     _refuse(valid & _any(logprobs, mask & ~np.isfinite(values)), "a logprob is not finite")
     _refuse(valid & _any(logprobs, ~mask & ~np.isnan(values)), "an observation has a logprob")
@@ -261,7 +273,7 @@ def _check_rows(table: pa.Table, vocabulary: int | None) -> None:
 
 def _check_turns(table: pa.Table, valid: np.ndarray, lengths: np.ndarray) -> None:
     """Turns cover the completion in order, and the first and the last are the policy's."""
-    for row, turns in _of_several_turns(table):
+    for row, turns in _lists(table, "turns"):
         starts, observed = [turn["start"] for turn in turns], [turn["observation"] for turn in turns]
         if not valid[row]:
             continue
@@ -273,6 +285,22 @@ def _check_turns(table: pa.Table, valid: np.ndarray, lengths: np.ndarray) -> Non
             raise Damaged(f"row {row}: an observation without a sampled turn before and after it")
         if not all(math.isfinite(turn["reward"] or 0.0) for turn in turns):
             raise Damaged(f"row {row}: a turn's reward is not finite")
+
+
+def _check_steps(table: pa.Table, valid: np.ndarray, lengths: np.ndarray) -> None:
+    """Process rewards are finite, of distinct sampled tokens in ascending order."""
+    turns = table.column("turns")
+    for row, steps in _lists(table, "steps"):
+        if not valid[row]:
+            continue
+        tokens = [step["token"] for step in steps]
+        if None in tokens or not all(step["reward"] is not None and math.isfinite(step["reward"]) for step in steps):
+            raise Damaged(f"row {row}: a step is not a token and a finite reward")
+        if tokens != sorted(set(tokens)) or tokens[0] < 0 or tokens[-1] >= lengths[row]:
+            raise Damaged(f"row {row}: steps {tokens} are not tokens of the completion in order")
+        mask = sampled([Turn(**turn) for turn in turns[row].as_py() or []], lengths[row])
+        if not mask[tokens].all():
+            raise Damaged(f"row {row}: a step rewards an observation")
 
 
 def _check_spans(table: pa.Table, valid: np.ndarray, lengths: np.ndarray) -> None:
@@ -346,36 +374,44 @@ def response_mask(table: pa.Table) -> np.ndarray:
     completions = ragged(table, "completion_ids")
     mask = np.ones(len(completions.values), np.bool_)
     for part, turns in _valid_turns(table, completions):
-        mask[part] = _mask(turns, part.stop - part.start)
+        mask[part] = sampled(turns, part.stop - part.start)
     return mask
 
 
-def turn_rewards(table: pa.Table) -> np.ndarray | None:
-    """[T] over the values of `completion_ids`: a turn's reward at its last token; None where no turn has one."""
+def token_rewards(table: pa.Table) -> np.ndarray | None:
+    """[T] over the values of `completion_ids`: a turn's reward at its last token, a step's at its own; None where there
+    is neither."""
     completions = ragged(table, "completion_ids")
     rewards = np.zeros(len(completions.values))
     for part, turns in _valid_turns(table, completions):
-        rewards[part] = _credits(turns, part.stop - part.start)
+        rewards[part] = _credits(turns, (), part.stop - part.start)
+    valid = table.column("invalid").is_null().to_numpy()  # [N]
+    for row, steps in _lists(table, "steps"):
+        if valid[row]:
+            rewards[completions.offsets[row] + np.array([step["token"] for step in steps])] += [
+                step["reward"] for step in steps
+            ]
     return rewards if rewards.any() else None
 
 
 def _valid_turns(table: pa.Table, completions: Ragged) -> Iterator[tuple[slice, list[Turn]]]:
     """(where its tokens lie, its turns) of each valid sample that has any."""
     invalid = table.column("invalid")
-    for row, turns in _of_several_turns(table):
+    for row, turns in _lists(table, "turns"):
         if invalid[row].as_py() is None:
             yield slice(*completions.offsets[row : row + 2]), [Turn(**turn) for turn in turns]
 
 
-def _of_several_turns(table: pa.Table) -> list[tuple[int, list[dict[str, Any]]]]:
-    """(row, its turns), for rows that have any."""
-    column = table.column("turns")
+def _lists(table: pa.Table, name: str) -> list[tuple[int, list[dict[str, Any]]]]:
+    """(row, its entries in column `turns` or `steps`), for rows that have any."""
+    column = table.column(name)
     if column.null_count == len(column):
         return []
-    return [(row, turns) for row, turns in enumerate(column.to_pylist()) if turns]
+    return [(row, entries) for row, entries in enumerate(column.to_pylist()) if entries]
 
 
-def _mask(turns: Sequence[Turn], length: int) -> np.ndarray:
+def sampled(turns: Sequence[Turn], length: int) -> np.ndarray:
+    """[C] bool: which of `length` tokens the policy sampled."""
     mask = np.ones(length, np.bool_)
     for turn, stop in _with_stops(turns, length):
         if turn.observation:
@@ -383,10 +419,12 @@ def _mask(turns: Sequence[Turn], length: int) -> np.ndarray:
     return mask
 
 
-def _credits(turns: Sequence[Turn], length: int) -> np.ndarray:
+def _credits(turns: Sequence[Turn], steps: Sequence[Step], length: int) -> np.ndarray:
     credits = np.zeros(length)
     for turn, stop in _with_stops(turns, length):
         credits[stop - 1 : stop] = turn.reward or 0.0
+    for step in steps:
+        credits[step.token] += step.reward
     return credits
 
 
@@ -427,4 +465,5 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         invalid=row["invalid"],
         spans=[(span["start"], Version(span["term"], span["step"])) for span in row["spans"] or []],
         turns=[Turn(**turn) for turn in row["turns"] or []],
+        steps=[Step(**step) for step in row["steps"] or []],
     )

@@ -6,12 +6,15 @@ gives a group whose samples all carry that reason, so that it is dropped once an
 """
 
 import asyncio
+import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from pipeline.clock import Clock
 from pipeline.environments.episode import Environment, Episode
-from pipeline.experience import GREEDY, Rollout, RolloutGroup, Turn
+from pipeline.experience import GREEDY, Rollout, RolloutGroup, Step, Turn, sampled
 from pipeline.inference import Completion, Engine, EngineLost, Sampling, defect, unfit
 from pipeline.prompts import Prompt
 from pipeline.rewards.scorer import Scorer
@@ -185,12 +188,22 @@ class Sampler:
             invalid=score.invalid,
             spans=[(0, version)],
             turns=turns,
+            steps=_at_sampled(score.steps, turns, len(completion.ids)),
         )
 
     def _weighted(self, turns: Sequence[Turn]) -> list[Turn]:
         """What the environment gave for a turn, as it counts in the sample's reward."""
         weight = sum(config.weight for config in self.scorer.configs if config.library == "environment")
         return [turn if turn.reward is None else turn._replace(reward=weight * turn.reward) for turn in turns]
+
+
+def _at_sampled(steps: Mapping[int, float], turns: Sequence[Turn], length: int) -> list[Step]:
+    """`steps` by the position in all `length` tokens; one within an observation counts at the token sampled before."""
+    places = np.flatnonzero(sampled(turns, length))
+    rewards: dict[int, float] = collections.defaultdict(float)
+    for position, reward in steps.items():
+        rewards[int(places[np.searchsorted(places, position, side="right") - 1])] += reward
+    return [Step(token, reward) for token, reward in sorted(rewards.items())]
 
 
 def _rejected(

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from pipeline import batching, experience
+from pipeline.algorithms.samples import Samples
+from pipeline.algorithms.values import gae
 from pipeline.batching import EMPTY, EXAMPLE, Unreadable
-from pipeline.experience import Damaged, Ragged, Rollout, RolloutGroup
+from pipeline.experience import Damaged, Ragged, Rollout, RolloutGroup, Step
 from pipeline.storage import MemoryBucket, Storage
 from pipeline.trainer_log import GroupRef, Plan
 from pipeline.versions import Version
@@ -97,6 +99,21 @@ async def test_the_greedy_completion_of_a_group_gives_its_baseline_and_is_no_sam
     assert (batch.groups.tolist(), batch.valid.tolist()) == ([0, 0, 1, 1], [True] * 4)
     np.testing.assert_array_equal(batch.baselines, [np.nan, np.nan, 0.5, 0.5])
     assert {name: values.tolist() for name, values in batch.baseline_parts.items()} == {"task": [0, 0, 1, 1]}
+
+
+async def test_a_process_reward_counts_at_its_token_and_estimators_of_whole_samples_see_the_sum(store):
+    """Reward 2: .5 with the first of three tokens, −.25 with the second, the rest at the end."""
+    graded = dataclasses.replace(rollout([5, 6, 7], reward=2.0), steps=[Step(0, 0.5), Step(1, -0.25)])
+    shards = {"a.parquet": [group(0, [1], [graded, rollout([8], reward=0.0)])]}
+    batch = await batching.load_plan(store, await planned(store, shards, [("a.parquet", 0)]))
+    assert batch.credits.tolist() == [0.5, -0.25, 0, 0]
+    samples = Samples(batch.rewards, batch.valid, batch.groups, batch.lengths, credits=batch.credits)
+    assert samples.token_rewards.tolist() == [0.5, -0.25, 1.75, 0]
+    assert samples.discounted(samples.token_rewards, 0.5).tolist() == [0.8125, 0.625, 1.75, 0]
+    judged = dataclasses.replace(samples, values=np.array([0.5, 1.0, 0.25, 0.0]))
+    # δ = .5 + 1 − .5, −.25 + .25 − 1, 1.75 − .25; each with half of what follows.
+    np.testing.assert_allclose(gae(judged, gamma=1.0, gae_lambda=0.5), [1.0 - 0.125, -0.25, 1.5, 0.0])
+    assert samples.scores.tolist() == [2.0, 0.0]
 
 
 async def test_a_shard_that_is_not_the_planned_one_is_refused(store):

@@ -323,6 +323,24 @@ async def test_other_rewards_are_told_the_conversation_and_its_last_turn(
     assert sample.reward == pytest.approx(1 + 0.18 + 0.5)
 
 
+async def test_a_process_reward_of_an_observation_counts_at_the_token_sampled_before_it(
+    tmp_path: pathlib.Path, tokenizer: Tokenizer
+) -> None:
+    last = "len(completion_ids) - 1"
+    body = f"def f(completion_ids):\n    return 0, [(0, 1.0), (7, 2.0), (8, 4.0), (12, 8.0), ({last}, 16.0)]\n"
+    (tmp_path / "reward.py").write_text(body)
+    reward = RewardConfig(name="graded", function="reward.py:f", folder=str(tmp_path), weight=0.5)
+    engine = Policy(tokenizer, "add 2 3", "add 5 4", "9")
+    async with sampling_with(source(tmp_path, CALCULATOR, REMEMBER), engine, tokenizer, 1000, reward) as sampler:
+        (sample,) = (await group_of(sampler)).rollouts
+    assert (sample.invalid, sample.reward) == (None, 15.5)
+    assert sample.steps == [(0, 0.5), (7, 7.0), (len(sample.completion_ids) - 1, 8.0)]
+    group = RolloutGroup(0, "", "", "", [1], [sample], 0.0)
+    batch = batching._batch(experience.decode(experience.encode([group])), np.zeros(1, np.int64))
+    assert batch.credits is not None
+    assert batch.credits.tolist() == [0.5] + [0.0] * 6 + [7.0] + [0.0] * 9 + [8.0]
+
+
 # Processes
 
 

@@ -20,13 +20,14 @@ from pipeline.experience import (
     Damaged,
     Rollout,
     RolloutGroup,
+    Step,
     Turn,
     decode,
     encode,
     ragged,
     response_mask,
     rows,
-    turn_rewards,
+    token_rewards,
 )
 from pipeline.versions import Version
 
@@ -288,8 +289,8 @@ def test_turns_come_back_and_mask_what_was_not_sampled_whatever_else_is_in_the_s
     mask = [True, True, False, False, False, True]
     assert response_mask(back).tolist() == [True, True, *mask, *[True] * 6, True, True]
     assert response_mask(back.slice(1, 1)).tolist() == mask
-    assert turn_rewards(back).tolist() == [0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, -2.0, *[0.0] * 8]
-    assert turn_rewards(back.slice(0, 1)) is None
+    assert token_rewards(back).tolist() == [0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, -2.0, *[0.0] * 8]
+    assert token_rewards(back.slice(0, 1)) is None
     (first, second) = rows(back, 0, 2)[0].rollouts
     assert (first.turns, second.turns) == ([], episode().turns)
     assert (first.mask.tolist(), second.mask.tolist()) == ([True, True], mask)
@@ -321,3 +322,42 @@ def test_a_shard_from_before_there_were_turns_reads_as_one_turn_each():
 def test_turns_that_do_not_fit_their_tokens_are_damaged(changes, rule):
     with pytest.raises(Damaged, match=f"row 0: {rule}"):
         decode(encode([group(4, episode(**changes))]))
+
+
+# Process rewards
+
+
+def test_steps_come_back_and_count_at_their_tokens_beside_what_turns_gave():
+    steps = [Step(0, 0.25), Step(5, 1.0)]
+    groups = [group(4, rollout(steps=[Step(1, -0.5)]), episode(steps=steps)), group(5)]
+    back = decode(encode(groups))
+    assert token_rewards(back).tolist() == [0.0, -0.5, 0.25, 0.5, 0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0]
+    (first, second) = rows(back, 0, 2)[0].rollouts
+    assert (first.steps, second.steps) == ([Step(1, -0.5)], steps)
+    assert second.credits.tolist() == [0.25, 0.5, 0.0, 0.0, 0.0, -1.0]
+    invalid = decode(encode([group(4, rollout(steps=[Step(9, 1.0)], invalid="x"))]))
+    assert token_rewards(invalid) is None
+
+
+def test_a_shard_from_before_there_were_steps_has_none():
+    sink = io.BytesIO()
+    pq.write_table(table().drop_columns(["steps"]), sink)
+    assert rows(decode(sink.getvalue()), 0, 2) == [group()]
+
+
+@pytest.mark.parametrize(
+    ("steps", "rule"),
+    [
+        ([Step(6, 1.0)], r"steps \[6\] are not tokens of the completion in order"),
+        ([Step(-1, 1.0)], r"steps \[-1\] are not tokens"),
+        ([Step(1, 1.0), Step(0, 1.0)], r"steps \[1, 0\] are not tokens"),
+        ([Step(1, 1.0), Step(1, 1.0)], r"steps \[1, 1\] are not tokens"),
+        ([Step(2, 1.0)], "a step rewards an observation"),
+        ([Step(1, NAN)], "a step is not a token and a finite reward"),
+        ([Step(None, 1.0)], "a step is not a token and a finite reward"),
+        ([Step(1, None)], "a step is not a token and a finite reward"),
+    ],
+)
+def test_steps_that_do_not_fit_their_tokens_are_damaged(steps, rule):
+    with pytest.raises(Damaged, match=f"row 0: {rule}"):
+        decode(encode([group(4, episode(steps=steps))]))

@@ -71,7 +71,30 @@ async def test_the_total_is_the_weighted_sum(tmp_path: pathlib.Path) -> None:
     assert await score(one, two) == Score(-1.5, {"one": 1.0, "two": 1.0}, None)
 
 
+async def test_a_process_reward_gives_a_number_and_rewards_of_tokens_which_are_summed_and_weighted(
+    tmp_path: pathlib.Path,
+) -> None:
+    one = function(tmp_path, "return 0.5, [(2, 1.0), (0, -0.25), (2, 0.5)]", "one", weight=2.0)
+    two = function(tmp_path, "return 1, ((2, 4),)", "two", weight=-0.25)
+    scored = await score(one, two, completion_ids=[7, 8, 9])
+    assert scored == Score(3.5 - 1.25, {"one": 1.75, "two": 5.0}, None, {0: -0.5, 2: 2.0})
+    assert list(scored.steps) == [0, 2]
+
+
+async def test_rewards_of_tokens_cannot_be_rescaled(tmp_path: pathlib.Path) -> None:
+    scored = await score(function(tmp_path, "return 0.5, [(0, 1.0)]", clip=5.0))
+    assert scored.invalid == (
+        "reward mine: returned rewards of tokens, which cannot be rescaled: leave out normalize and clip"
+    )
+
+
 FAILURES = {
+    "return 1.0, [(1, 0.5)]": "returned a reward for token 1; the completion has 1",
+    "return 1.0, [(-1, 0.5)]": "returned a reward for token -1; the completion has 1",
+    "return 1.0, [(0, float('nan'))]": "returned nan",
+    "return 1.0, [0.5]": "returned '(1.0, [0.5])', neither a number nor (number, [(position, reward), …])",
+    "return 1.0, 2.0, 3.0": "returned '(1.0, 2.0, 3.0)', neither a number nor (number, [(position, reward), …])",
+    "return 1.0, [(0, 'high')]": "returned str 'high', not a number",
     "raise ValueError('no such thing')": "ValueError: no such thing (mine.py, line 3)",
     "return float('nan')": "returned nan",
     "return float('-inf')": "returned -inf",
@@ -351,10 +374,10 @@ async def test_an_endpoint_receives_the_sample_and_replies_its_score(serve: Call
 
     async def reply(request: web.Request) -> web.Response:
         received.append(await request.json())
-        return web.json_response({"score": 0.25})
+        return web.json_response({"score": 0.25, "steps": [[0, -1.5]]})
 
     url = await serve(reply)
-    assert (await score(RewardConfig(name="far", endpoint=url), level=3)).total == 0.25
+    assert await score(RewardConfig(name="far", endpoint=url), level=3) == Score(-1.25, {"far": -1.25}, None, {0: -1.5})
     assert {key: received[0][key] for key in ("prompt", "completion", "answer")} == {
         "prompt": "2 + 2 =",
         "completion": "4",
@@ -369,6 +392,9 @@ async def test_an_endpoint_receives_the_sample_and_replies_its_score(serve: Call
         (200, '{"points": 1}', 'the reply is not {"score": number}'),
         (200, '{"score": "1"}', 'the reply is not {"score": number}'),
         (200, '{"score": NaN}', "returned nan"),
+        (200, '{"score": 1, "steps": 5}', "the steps of the reply are not [[position, reward], …]"),
+        (200, '{"score": 1, "steps": [[0.5, 1]]}', "the steps of the reply are not [[position, reward], …]"),
+        (200, '{"score": 1, "steps": [[1, 1]]}', "returned a reward for token 1; the completion has 1"),
         (200, "what?", "Expecting value"),
         (200, '{"score": ' + "9" * 400 + "}", "not a usable number"),
         (200, '{"score": ' + "9" * 5000 + "}", "integer string conversion"),

@@ -189,11 +189,13 @@ class Reward(Model):
     arguments that it names, and its own `parameters`: prompt, completion, answer (texts), messages, tokens,
     finish_reason, max_new_tokens, prompt_ids, completion_ids, set, index, and the columns of the prompt's row. Of
     several turns completion is the last, messages are what came before, and episode_reward is what the environment
-    gave. Returns a finite number."""
+    gave. Returns a finite number, or a pair of it and [(position, reward), …], what else came with which of
+    completion_ids: ppo and reinforce++ count each at its token, the others see the sum of all."""
     from_: Annotated[ConfigMapSource | None, Field(alias="from")] = None
     """Where file.py of `function` comes from; needed in a cluster."""
     endpoint: Url | None = None
-    """An HTTP service that is sent {prompt, completion, answer} and replies {score}."""
+    """An HTTP service that is sent {prompt, completion, answer, metadata} and replies {score} or, with rewards of
+    single tokens, {score, steps: [[position, reward], …]}; both are as of a function."""
     model: RewardModel | None = None
     """A reward model that Miles serves."""
     library: Annotated[str, OneOf(LIBRARY)] | None = None

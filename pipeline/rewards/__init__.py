@@ -12,4 +12,8 @@ names (of a generated prompt `item`, as its generator made it), and the reward's
 those that it names, all of them if it takes **metadata; one that needs what no prompt of the run has ends the run at
 its start. It runs in processes of its own without the run's
 credentials, may print, and must return a finite number within the reward's timeout.
+
+A process reward returns a pair, the number and a list of (position, reward): what else the completion is worth, and
+which of `completion_ids`, counted from 0, it came with. The sample's reward is the sum of all; algorithms with token
+returns (ppo, reinforce++) count each at its token, the others see the sum.
 """

@@ -1,10 +1,12 @@
-"""A reward behind a URL: POST {prompt, completion, answer, metadata}, which replies {"score": number}."""
+"""A reward behind a URL: POST {prompt, completion, answer, metadata}, which replies {"score": number} and may add
+"steps": [[position, reward], …]."""
 
 import asyncio
 from typing import Any
 
 import aiohttp
 
+from pipeline.rewards.values import Value, parsed
 from pipeline.usercode.process import SampleError, encoded
 
 CONCURRENT_REQUESTS = 32
@@ -25,14 +27,11 @@ class Endpoint:
         if self._session:
             await self._session.close()
 
-    async def score(self, arguments: dict[str, Any]) -> float:
-        """The replied score; raises SampleError where there is none in time."""
+    async def score(self, arguments: dict[str, Any]) -> Value:
+        """What was replied; raises SampleError where there is none in time."""
         metadata = {key: value for key, value in arguments.items() if key not in ("prompt", "completion", "answer")}
         body = {key: arguments[key] for key in ("prompt", "completion", "answer")}
-        reply = await self.post(self._url, {**body, "metadata": metadata})
-        if not isinstance(reply, dict) or not isinstance(reply.get("score"), int | float):
-            raise SampleError('the reply is not {"score": number}')
-        return number(reply["score"])
+        return parsed(await self.post(self._url, {**body, "metadata": metadata}))
 
     async def post(self, url: str, body: dict[str, Any]) -> Any:
         assert self._session, "start() comes first"
@@ -47,11 +46,3 @@ class Endpoint:
                 raise SampleError(f"no answer within {self._timeout.total:g} s") from None
             except (aiohttp.ClientError, ValueError, RecursionError) as error:
                 raise SampleError(f"{url}: {error}") from None
-
-
-def number(value: Any) -> float:
-    """What a server replied as a float; raises SampleError where it is none."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise SampleError(f"the reply is not a usable number: {error}"[:300]) from None

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from pipeline.rewards.values import Value, parsed
 from pipeline.usercode.process import Process, SampleError, content
 
 
@@ -24,11 +25,11 @@ class FunctionProcesses:
         except SampleError as error:
             raise ValueError(f"reward {self.name}: {self._setup['code']}: {error}") from None
 
-    async def score(self, arguments: dict[str, Any]) -> float:
+    async def score(self, arguments: dict[str, Any]) -> Value:
         """The function's value; raises SampleError where it raised, hung, died or gave no number."""
         async with self._slots, self._process() as process:
             reply = await process.ask(arguments, self._timeout_s)
-        return float(content(reply)["score"])
+        return parsed(content(reply))
 
     async def close(self) -> None:
         await asyncio.gather(*(process.end() for process in list(self._all)))

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from pipeline.rewards.endpoint import Endpoint, number
+from pipeline.rewards.endpoint import Endpoint
+from pipeline.rewards.values import Value, number
 from pipeline.usercode.process import SampleError
 
 
@@ -16,7 +17,7 @@ class RewardModel(Endpoint):
             raise ValueError(f"reward {name}: parameter form is {form!r}; use chat, text or ids")
         self._form = form
 
-    async def score(self, arguments: dict[str, Any]) -> float:
+    async def score(self, arguments: dict[str, Any]) -> Value:
         # Without use_activation a sigmoid would squash the score.
         body = {**self._input(arguments), "task": "classify", "use_activation": False}
         reply = await self.post(f"{self._url.rstrip('/')}/pooling", body)
@@ -26,7 +27,7 @@ class RewardModel(Endpoint):
             raise SampleError("the reply is not that of a pooling server") from None
         if not isinstance(data, list) or len(data) != 1:
             raise SampleError("the reward model must have exactly one label")
-        return number(data[0])
+        return Value(number(data[0]))
 
     def _input(self, arguments: dict[str, Any]) -> dict[str, Any]:
         if self._form == "ids":

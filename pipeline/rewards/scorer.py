@@ -19,6 +19,7 @@ from pipeline.rewards.endpoint import Endpoint
 from pipeline.rewards.function import FunctionProcesses
 from pipeline.rewards.model import RewardModel
 from pipeline.rewards.registry import LIBRARY
+from pipeline.rewards.values import Value
 from pipeline.usercode.process import SampleError
 
 MOST_PROCESSES = 8
@@ -38,6 +39,8 @@ class Score:
     """Unweighted, by reward; a reward that failed is missing, or 0 under onError: zero."""
     invalid: str | None
     """Which reward failed, and how, where that costs the sample."""
+    steps: dict[int, float] = dataclasses.field(default_factory=dict)
+    """What of the total came with which of the completion's ids, ascending."""
 
 
 class Reward(Protocol):
@@ -45,7 +48,7 @@ class Reward(Protocol):
 
     async def start(self) -> None: ...
 
-    async def score(self, arguments: dict[str, Any]) -> float: ...
+    async def score(self, arguments: dict[str, Any]) -> Value: ...
 
     async def close(self) -> None: ...
 
@@ -84,10 +87,13 @@ class Scorer:
             *(self._part(*pair, arguments) for pair in zip(self.configs, self._rewards, strict=True))
         )
         parts: dict[str, float] = {}
+        steps: dict[int, float] = collections.defaultdict(float)
         invalid = None
         for config, value in zip(self.configs, values, strict=True):
-            if isinstance(value, float):
-                parts[config.name] = value
+            if isinstance(value, Value):
+                parts[config.name] = value.total
+                for position, reward in value.steps:
+                    steps[position] += config.weight * reward
                 continue
             self.failures[config.name] += 1
             if config.on_error == "zero":
@@ -97,11 +103,11 @@ class Scorer:
         if invalid:
             return Score(None, parts, invalid)
         total = sum(config.weight * parts[config.name] for config in self.configs)
-        if not math.isfinite(total):
+        if not all(map(math.isfinite, (total, *steps.values()))):
             return Score(None, parts, "the weighted sum of its rewards is not finite")
-        return Score(total, parts, None)
+        return Score(total, parts, None, dict(sorted(steps.items())))
 
-    async def _part(self, config: RewardConfig, reward: Reward, arguments: dict[str, Any]) -> float | str:
+    async def _part(self, config: RewardConfig, reward: Reward, arguments: dict[str, Any]) -> Value | str:
         """The reward's value, or why there is none."""
         try:
             value = await reward.score({**arguments, **config.parameters})
@@ -111,7 +117,18 @@ class Scorer:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             logger.warning("reward %s: %s", config.name, reason)
             return reason
-        return value if math.isfinite(value) else f"returned {value}"
+        return _unusable(value, config, len(arguments["completion_ids"])) or value
+
+
+def _unusable(value: Value, config: RewardConfig, length: int) -> str | None:
+    """Why a sample of `length` tokens cannot have that value; None: it can."""
+    if not math.isfinite(value.total):
+        return f"returned {value.total}"
+    if outside := [position for position, _ in value.steps if not 0 <= position < length]:
+        return f"returned a reward for token {outside[0]}; the completion has {length}"
+    if value.steps and (config.normalize or config.clip is not None):
+        return "returned rewards of tokens, which cannot be rescaled: leave out normalize and clip"
+    return None
 
 
 def make(config: RewardConfig, offered: Collection[str] | None = None) -> Reward:
