@@ -110,6 +110,11 @@ store-sim: $(READY) ## SEEDS=1000 seeds of kills and faults against the store's 
 	@$(BIN)/pytest -m chaos tests/test_simulation.py -k every_crash
 	@$(BIN)/python -m tests.mutations
 
+store-chaos: SEEDS := 50
+store-chaos: $(READY) ## SEEDS=50 seeds of SIGKILL and network faults between real processes on a real S3 server, which is killed, too
+	@$(say) "store-chaos: $(SEEDS) seeds, a fifth as many with the server killed, 60 s of 503s; about ten minutes on two cores"
+	@$(BIN)/python -m tests.storechaos --seeds $(SEEDS)
+
 operator-chaos: $(READY) control-plane ## faults, kills and meddling against the reconciler: 1000 seeds in virtual time, 50 on an API server
 	@$(say) "operator chaos: 1000 seeds in virtual time; about two minutes"
 	@CHAOS_SEEDS=1000 CHAOS_FIRST_SEED=$${CHAOS_FIRST_SEED:-100} $(BIN)/pytest tests/test_reconcile_chaos.py --durations=0
@@ -143,4 +148,4 @@ bench-operator: $(READY) ## the operator under a thousand RLJobs on a real API s
 clean: ## removes .venv and caches; keeps runs/
 	rm -rf .venv .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-.PHONY: help setup models demo control-plane manifests agreement lint test test-unit test-slow e2e chaos store-sim operator-chaos learning bench bench-store bench-trainer plan-accuracy bench-operator clean
+.PHONY: help setup models demo control-plane manifests agreement lint test test-unit test-slow e2e chaos store-sim store-chaos operator-chaos learning bench bench-store bench-trainer plan-accuracy bench-operator clean

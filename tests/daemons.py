@@ -13,8 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 @contextlib.contextmanager
 def running(command: Sequence[str], log: pathlib.Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run `command`, and kill it afterwards: its state is thrown away. Ctrl-C in the terminal does not reach it."""
+    process = start(command, log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def start(command: Sequence[str], log: pathlib.Path) -> subprocess.Popen[bytes]:
+    """For `running`, and to start once more what was killed inside it."""
     with open(log, "wb") as file:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -22,11 +32,6 @@ def running(command: Sequence[str], log: pathlib.Path) -> Iterator[subprocess.Po
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: pathlib.Path, limit_s: float) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pipeline import weights
-from pipeline.clock import SystemClock
+from pipeline.clock import Clock, SystemClock
 from pipeline.config import RunConfig
 from pipeline.experience import Rollout, RolloutGroup
 from pipeline.messages import evaluation_key
@@ -119,9 +119,10 @@ async def work(
     make: MakeGroup,
     instance: str = "rollout-0",
     scores: Callable[[int], float] = lambda step: 0.5 + step / 100,
+    clock: Clock | None = None,
 ) -> None:
     """Serve until the run is over or the task is cancelled; an evaluation of step s comes out as `scores`(s)."""
-    writer = Writer(storage, instance, SystemClock(), random.Random(), config.rollout.heartbeat_s)
+    writer = Writer(storage, instance, clock or SystemClock(), random.Random(), config.rollout.heartbeat_s)
     await writer.register()
     control = Control()
     loaded: Version | None = None

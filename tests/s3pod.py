@@ -99,7 +99,6 @@ def running(plane: ControlPlane, namespace: str, image: str = IMAGE) -> Iterator
             access_key_id=KEYS["accessKey"],
             secret_access_key=KEYS["secretKey"],
             region="us-east-1",
-            pid=process.pid,
         )
         daemons.wait_until(lambda: _writable(server), process, plane.folder / "port-forward.log", 60)
         server.create_bucket("miles")

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tests import daemons
 
@@ -41,7 +41,8 @@ class S3Server:
     access_key_id: str
     secret_access_key: str
     region: str
-    pid: int
+    restart: Callable[[], None] | None = None
+    """Kills it with SIGKILL, and starts it again at once on the same data. None: it is no process of `serve`."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -79,25 +80,36 @@ def serve(*buckets: str) -> Iterator[S3Server]:
     command += [f"-{name}.grpc={port}" for name, port in zip(PORTS, ports[len(PORTS) :], strict=True)]
     command += [f"-filer.localSocket={folder}/f.sock", f"-s3.localSocket={folder}/s.sock"]
     log = pathlib.Path(folder, "seaweedfs.log")
+    process = daemons.start(command, log)
+
+    def kill() -> None:
+        process.kill()  # an orderly stop takes 15 s
+        process.wait()
+
+    def restart() -> None:
+        nonlocal process
+        kill()
+        process = daemons.start(command, log)
+
     try:
-        with daemons.running(command, log) as process:  # killed: an orderly stop takes 15 s, and nothing here is kept
-            server = S3Server(
-                endpoint=f"http://127.0.0.1:{ports[3]}",
-                filer=f"http://127.0.0.1:{ports[2]}",
-                access_key_id=keys["accessKey"],
-                secret_access_key=keys["secretKey"],
-                region="us-east-1",
-                pid=process.pid,
-            )
-            daemons.wait_until(lambda: _answers(server), process, log, START_LIMIT_S)
-            for bucket in buckets:
-                server.create_bucket(bucket)
-            yield server
+        server = S3Server(
+            endpoint=f"http://127.0.0.1:{ports[3]}",
+            filer=f"http://127.0.0.1:{ports[2]}",
+            access_key_id=keys["accessKey"],
+            secret_access_key=keys["secretKey"],
+            region="us-east-1",
+            restart=restart,
+        )
+        daemons.wait_until(lambda: answers(server), process, log, START_LIMIT_S)
+        for bucket in buckets:
+            server.create_bucket(bucket)
+        yield server
     finally:
+        kill()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _answers(server: S3Server) -> bool:
+def answers(server: S3Server) -> bool:
     """Whether an object can be written and the S3 port answers: volumes appear seconds after the ports open."""
     with contextlib.suppress(OSError):
         request = urllib.request.Request(f"{server.filer}/ready", data=b"x" * 2048, method="PUT")

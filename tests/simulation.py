@@ -24,7 +24,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine, Mapping
 from typing import Any
 from unittest import mock
 
@@ -43,9 +43,10 @@ from pipeline.config import (
 )
 from pipeline.coordinator import Coordinator
 from pipeline.experience import Rollout, RolloutGroup
+from pipeline.leases import Frontier
 from pipeline.messages import CONTROL_KEY, ControlState, evaluation_key, shard_place
 from pipeline.storage import Conflict, MemoryBucket, MemoryStorage, Object, ObjectInfo, StorageError, Transient
-from pipeline.trainer_log import Fenced, Plan, TrainerLog, Withdraw, decode, encode
+from pipeline.trainer_log import Fenced, Plan, Record, TrainerLog, Withdraw, decode, encode
 from pipeline.versions import Version
 from pipeline.writer import Control, Report, Superseded, Writer
 from tests.virtual import VirtualClock, VirtualLoop
@@ -603,36 +604,52 @@ class World:
         assert self.coordinator is not None
         total, reader = self.config.algorithm.total_steps, TrainerLog(MemoryStorage(self.clock, bucket=self.bucket))
         records = [record for _, record in await reader.take_over()]
-        logged = [record for record in records if isinstance(record, Plan)]
-        withdrawn = [record for record in records if isinstance(record, Withdraw)]
-        steps = [plan.step for plan in logged]
-        require(steps == sorted(self.trained) == list(range(1, total + 1)), "broken", f"the log has the steps {steps}")
-        left = {plan.step: plan for plan in logged}
-        for record in withdrawn:
-            left[record.step] = left[record.step].without(record)
-        logged = list(left.values())
-        for plan in logged:
-            same = self.trained[plan.step].groups == plan.groups
-            require(same, "broken", f"step {plan.step} trained what is not in the log")
-        trained = [group.index for plan in logged for group in plan.groups]
-        drops = [drop for record in [*logged, *withdrawn] for drop in record.drops]
-        dropped = {drop.index: drop.reason for drop in drops}
-        require(len(trained) == len(set(trained)), "doubled", "an index was trained twice")
-        require(not dropped.keys() & set(trained), "doubled", "a dropped index was trained")
-        require(len(dropped) == len(drops), "doubled", "an index was dropped twice")
-        require(set(dropped.values()) <= self.hazards.drops, "lost", f"dropped {dropped}")
         frontier = self.coordinator.ledger.frontier
-        closed = {index for index in range(max(trained) + 1) if index in frontier}
-        known = {index for index in [*trained, *dropped] if index <= max(trained)}
-        require(closed == known, "lost", f"{closed ^ known} are closed, or neither trained nor dropped")
-        skipped = [index for index in range(max(trained)) if index not in closed]
-        require(len(skipped) <= self.most_open, "lost", f"left behind: {skipped}")
+        dropped = check_lineage(records, self.trained, frontier, total, self.most_open, self.hazards.drops)
         if self.hazards.fatal:
             failed = {index for index, reason in dropped.items() if reason == "failed"}
             require(failed <= {self.fatal_index}, "lost", f"{failed} dropped, {self.fatal_index} is the fatal one")
             passed = self.fatal_index < frontier.low
             require(not passed or failed == {self.fatal_index}, "lost", "the fatal index vanished")
         return dropped
+
+
+def check_lineage(
+    records: list[Record],
+    trained: Mapping[int, Plan],
+    frontier: Frontier,
+    total: int,
+    most_open: int,
+    drops_allowed: Collection[str],
+) -> dict[int, str]:
+    """What must hold of a run of `total` steps that is over; the dropped indices with their reasons.
+
+    `records` of the log, all of them; `trained`: step → what the surviving trainer has trained; `frontier`: what it
+    has closed.
+    """
+    logged = [record for record in records if isinstance(record, Plan)]
+    withdrawn = [record for record in records if isinstance(record, Withdraw)]
+    steps = [plan.step for plan in logged]
+    require(steps == sorted(trained) == list(range(1, total + 1)), "broken", f"the log has the steps {steps}")
+    left = {plan.step: plan for plan in logged}
+    for record in withdrawn:
+        left[record.step] = left[record.step].without(record)
+    logged = list(left.values())
+    for plan in logged:
+        require(trained[plan.step].groups == plan.groups, "broken", f"step {plan.step} trained what is not in the log")
+    indices = [group.index for plan in logged for group in plan.groups]
+    drops = [drop for record in [*logged, *withdrawn] for drop in record.drops]
+    dropped = {drop.index: drop.reason for drop in drops}
+    require(len(indices) == len(set(indices)), "doubled", "an index was trained twice")
+    require(not dropped.keys() & set(indices), "doubled", "a dropped index was trained")
+    require(len(dropped) == len(drops), "doubled", "an index was dropped twice")
+    require(set(dropped.values()) <= set(drops_allowed), "lost", f"dropped {dropped}")
+    closed = {index for index in range(max(indices) + 1) if index in frontier}
+    known = {index for index in [*indices, *dropped] if index <= max(indices)}
+    require(closed == known, "lost", f"{closed ^ known} are closed, or neither trained nor dropped")
+    skipped = [index for index in range(max(indices)) if index not in closed]
+    require(len(skipped) <= most_open, "lost", f"left behind: {skipped}")
+    return dict(dropped)
 
 
 @dataclasses.dataclass(frozen=True)
