@@ -1,7 +1,10 @@
 """A bucket at an S3 endpoint, by way of obstore.
 
-Credentials come from the environment (AWS_ACCESS_KEY_ID …, a web identity, or the instance's role). A custom endpoint
-is addressed with the bucket in the path and may be http. obstore's own retries are off, except inside the multipart
+Credentials come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; a web identity
+(AWS_WEB_IDENTITY_TOKEN_FILE, AWS_ROLE_ARN); or the machine's role. So do encryption (AWS_SERVER_SIDE_ENCRYPTION: AES256
+or aws:kms, with AWS_SSE_KMS_KEY_ID) and trust (SSL_CERT_FILE, for an authority of one's own). A custom endpoint may be
+http and is addressed with the bucket in the path, or with AWS_VIRTUAL_HOSTED_STYLE_REQUEST=true in its host name, which
+then has to begin with it. obstore's own retries are off, except inside the multipart
 upload of a file, whose parts may be sent twice without harm. Nothing is cached. obstore starts threads: open the
 Storage in the process that uses it, and spawn, never fork, after that.
 """
@@ -13,6 +16,7 @@ import os
 import pathlib
 import re
 import time
+import urllib.parse
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -53,16 +57,22 @@ NO_RETRIES: "RetryConfig" = {"max_retries": 0}
 PART_RETRIES: "RetryConfig" = {"max_retries": 6, "retry_timeout": datetime.timedelta(seconds=60)}
 PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 4
+MOST_PARTS = 10_000
+"""Of one upload, on Amazon S3."""
 PASSING_STATUS = {408, 409, 429}
 PASSING_CODES = {"RequestTimeout", "SlowDown", "InternalError", "OperationAborted"}
 
 
 class S3Bucket:
     def __init__(self, bucket: str, prefix: str, endpoint: str | None, region: str | None):
-        """`endpoint`: None takes AWS_ENDPOINT_URL or AWS itself; `region`: None takes AWS_REGION or us-east-1."""
+        """`endpoint`: None takes AWS_ENDPOINT_URL or AWS itself; `region`: None takes AWS_REGION or us-east-1.
+
+        Raises ValueError for a setting of the environment that cannot be.
+        """
         self.name = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket = bucket
         endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        _check_style(bucket, endpoint)
         client: ClientConfig = {
             "allow_http": (endpoint or "").startswith("http://"),
             "timeout": REQUEST_LIMIT,
@@ -77,7 +87,12 @@ class S3Bucket:
         def store(retries: "RetryConfig") -> S3Store:
             return S3Store(bucket, prefix=prefix or None, config=place, client_options=client, retry_config=retries)
 
-        self._store, self._patient_store = store(NO_RETRIES), store(PART_RETRIES)
+        try:
+            self._store, self._patient_store = store(NO_RETRIES), store(PART_RETRIES)
+        except BaseError as error:
+            raise ValueError(
+                f"{self.name}: {_reason(str(error))}; check the variables AWS_* of the environment"
+            ) from None
 
     async def read(self, key: str) -> Object | None:
         async def attempt() -> Object:
@@ -126,7 +141,7 @@ class S3Bucket:
                 key,
                 pathlib.Path(path),
                 attributes=attributes,
-                chunk_size=PART_BYTES,
+                chunk_size=max(PART_BYTES, -(-os.path.getsize(path) // MOST_PARTS)),
                 max_concurrency=PARTS_AT_ONCE,
             ),
         )
@@ -171,8 +186,23 @@ class S3Bucket:
             raise StorageError(f"{self.name}/{key}: access denied ({reason}); {remedy}") from None
         except BaseError as error:
             text = str(error)
+            if fault := re.search(r"InvalidCertificate\(\s*(\w+)", text):
+                raise StorageError(
+                    f"{self.name}: the certificate of its endpoint is refused ({fault[1]}); if an authority of your own"
+                    " has signed it, name the file with its certificate in SSL_CERT_FILE"
+                ) from None
             kind = Transient if _passing(text) else StorageError
             raise kind(f"{self.name}/{key}: {_reason(text)}") from None
+
+
+def _check_style(bucket: str, endpoint: str | None) -> None:
+    virtual = os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "").lower() == "true"
+    host = urllib.parse.urlsplit(endpoint or "").hostname
+    if virtual and host and not host.startswith(f"{bucket.lower()}."):
+        raise ValueError(
+            f"endpoint {endpoint} does not begin with the bucket, as AWS_VIRTUAL_HOSTED_STYLE_REQUEST asks: use "
+            f"{bucket}.{host}, or unset the variable"
+        )
 
 
 def _info(key: str, meta: "ObjectMeta") -> ObjectInfo:
