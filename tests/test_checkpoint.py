@@ -197,6 +197,16 @@ def test_a_trainer_whose_checkpoint_a_successor_has_pruned_learns_that_it_is_fen
     assert [found.version for found in newest(store, background)] == [Version(2, 10)]
 
 
+def test_a_fenced_trainer_that_prunes_late_leaves_one_to_go_on_from(store, background):
+    save(store, background, 1, 5)
+    loading = newest(store, background)  # the successor begins with (1, 5), and is slow
+    save(store, background, 1, 10)  # the predecessor, fenced in the middle of this, does not know it yet
+    background.run(checkpoint.prune(store, Version(1, 10), keep_last=1))
+    with pytest.raises(StorageError, match="all 1 checkpoints are damaged"):
+        checkpoint.load(store, background.run, loading, tensors(0))
+    assert [found.version for found in newest(store, background)] == [Version(1, 10)]
+
+
 RANKS = """
 import sys, torch
 from pipeline import checkpoint, distributed
