@@ -196,6 +196,8 @@ class Run:
         self.counts: collections.Counter[str] = collections.Counter()
         self.running: dict[str, multiprocessing.context.ForkServerProcess] = {}
         self.zombies: list[multiprocessing.context.ForkServerProcess] = []
+        self.skews: dict[str, float] = {}
+        """Seconds by which the clock of each part's machine is off."""
         self.workers = self.random.randint(1, 4)
         rate = self.random.uniform(0, 0.1) if self.hazards.faults else 0.0
         self.proxy = FaultProxy(server.endpoint, by_seed(seed, rate, FAULTS), seed)
@@ -224,7 +226,7 @@ class Run:
                 poll_s=0.1,
                 heartbeat_s=0.5,
                 flush_s=0.2,
-                lease_timeout_s=4.0,
+                lease_timeout_s=15.0,
                 group_timeout_s=60.0,
                 max_concurrent_groups=self.random.randint(1, 6),
                 max_failures=8,
@@ -270,7 +272,7 @@ class Run:
             await asyncio.sleep(self.random.uniform(0, 0.5))
 
     def _start(self, part: Part, name: str) -> multiprocessing.context.ForkServerProcess:
-        skew_s = self.random.choice([0.0, 0.0, 3600.0, -3600.0])
+        skew_s = self.skews.setdefault(name, self.random.choice([0.0, 0.0, 3600.0, -3600.0]))
         child = FORKS.Process(target=process, args=(part, self.config, name, skew_s, self.verbose), daemon=True)
         child.start()
         self.counts["processes"] += 1
