@@ -1,6 +1,7 @@
 import configparser
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -45,9 +46,8 @@ def test_every_target_that_make_names_does_something():
     (named,) = [line.split()[1:] for line in text.splitlines() if line.startswith(".PHONY:")]
     commands = [name for name in named if name not in ("test", "setup", "models")]  # made of others
     for name in commands:
-        rule = text.partition(f"\n{name}:")[2].partition("\n\n")[0]
-        assert "\n\t" in rule, f"make {name} has no recipe"
-        assert "##" in rule.partition("\n")[0], f"make help does not tell of {name}"
+        assert re.search(rf"^{name}:.*##", text, re.MULTILINE), f"make help does not tell of {name}"
+        assert re.search(rf"^{name}:.*##.*\n\t", text, re.MULTILINE), f"make {name} has no recipe"
 
 
 def test_pip_and_uv_agree_on_the_python_versions(setup, project):
