@@ -195,7 +195,7 @@ async def test_an_argument_that_no_sample_can_have_is_refused_before_any_is_scor
         async with Scorer([config], {"completion", "answer"}):
             pass
     async with Scorer([config], {"completion", "answer", "solution"}) as scorer:
-        assert (await scorer.score({"completion": "x", "solution": "y"})).total == 1.0
+        assert (await scorer.score({"completion": "x", "completion_ids": [1], "solution": "y"})).total == 1.0
 
 
 async def test_a_failed_reward_counts_as_zero_where_that_is_asked_for(tmp_path: pathlib.Path) -> None:
