@@ -17,9 +17,10 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny):  # noqa: F811
-    """The folder of a finished run with checkpoints of steps 2, 4 and 6, of which the last two are kept."""
+    """The folder of a finished run with checkpoints of steps 2, 4 and 6, of which the last two are kept. Its reward is
+    normalised, by statistics that go from step to step."""
     folder = tmp_path_factory.mktemp("replay")
-    config = configure(folder, tiny)
+    config = configure(folder, tiny, rewards=[{"name": "low", "library": "generator", "normalize": True, "clip": 1.5}])
     with worker(config):
         train(config)
     (folder / "run.json").write_text(config.model_dump_json())
@@ -42,7 +43,13 @@ def test_a_step_comes_out_as_it_was_logged(run, step, origin, monkeypatch, capsy
     assert f"sums: step {step}, from {origin}" in said.out
     assert "all figures are those that were logged" in said.out
     figures = {line.split()[0]: line.split()[1:] for line in said.out.splitlines() if "/" in line.split()[0]}
-    assert {"loss/policy", "actor/grad_norm", "advantage/std", "reward/mean"} <= figures.keys()
+    assert {
+        "loss/policy",
+        "actor/grad_norm",
+        "advantage/std",
+        "reward/mean",
+        "reward/low/running_std",
+    } <= figures.keys()
     assert all(difference == "0.0e+00" for *_, difference in figures.values()), figures
     samples = [line.split() for line in said.out.splitlines() if line.split()[0].isdigit()]
     assert len(samples) == 2 * 4
