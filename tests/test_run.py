@@ -2,6 +2,7 @@
 
 import pathlib
 import signal
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,33 @@ def test_lora_learns_on_s3_with_two_servers_and_two_trainer_nodes(
         assert not job.check_exactly_once(run, steps=40)
         writers = {group.key.split("/")[2] for plan in run.plans() for group in plan.groups}
         assert len(writers) == 2, "one of the two workers trained nothing"
+
+
+def test_it_learns_from_a_reward_model_whose_own_scores_the_samples_carry(tmp_path: pathlib.Path) -> None:
+    models.ensure("reward", job.ROOT / ".cache/models/reward")
+    steps = ("spec.algorithm.totalSteps=8", "spec.algorithm.maxStaleness=0")
+    with job.running(tmp_path, *steps, sample=job.ROOT / "manifests/samples/reward-model.yaml") as run:
+        assert run.wait() == 0, run.screen()
+        rewards = [row["reward/preference/mean"] for row in run.metrics()]
+        assert len(rewards) == 8 and sum(rewards[-2:]) > sum(rewards[:2]), rewards
+        assert not job.check_exactly_once(run, steps=8)
+        rows = run.table(run.plans()[-1].groups[0].key).to_pylist()
+        check_scores(rows, job.ROOT / ".cache/models/reward")
+
+
+def check_scores(rows: list[dict[str, Any]], folder: pathlib.Path) -> None:
+    """Each sample's reward is what transformers computes of the conversation, in the reward model's own template."""
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32")
+    for row in rows:
+        said = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+        text = tokenizer.apply_chat_template(said, tokenize=False)
+        with torch.no_grad():
+            expected = float(model(torch.tensor([tokenizer.encode(text)])).logits)
+        assert row["reward"] == pytest.approx(expected, abs=1e-4)
 
 
 def check_agreement(run: job.Job, least: int) -> None:
