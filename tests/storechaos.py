@@ -57,7 +57,7 @@ LONGEST_S = 300.0
 """After which a run counts as hanging."""
 GAVE_UP = 3
 """Exit code of a process that was fenced, superseded, or let down by the store."""
-REQUESTS_BETWEEN = 60
+REQUESTS_BETWEEN = 150
 """Two kills, in the mean."""
 KEPT = 2
 """Checkpoints."""

@@ -47,7 +47,7 @@ class Endpoint:
             await reader.readexactly(int(length[1]) if length else 0)
             self.heads.append(head)
             body = next((text for sign, text in ANSWERS.items() if sign in head), "")
-            described = 'ETag: "e"\r\nLast-Modified: Wed, 21 Oct 2015 07:28:00 GMT'
+            described = 'Connection: close\r\nETag: "e"\r\nLast-Modified: Wed, 21 Oct 2015 07:28:00 GMT'
             writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n{described}\r\n\r\n{body}".encode())
             await writer.drain()
         writer.close()
