@@ -102,7 +102,7 @@ def load_to_run(file: str, settings: Sequence[str] = ()) -> tuple[RLJob, list[st
 def check(value: Any, document: Document | None = None) -> tuple[RLJob | None, list[Fault]]:
     """An object as the API server or a file holds it → the job, or its faults. `document` knows how it was written."""
     try:
-        job = RLJob.model_validate(_as_written(value))
+        job = RLJob.model_validate(as_written(value))
     except pydantic.ValidationError as error:
         faults = [_fault(detail, value, document) for detail in error.errors()[:MOST_FAULTS]]
         return None, sorted(set(faults), key=lambda fault: document.line(fault.path) if document else 0)
@@ -137,7 +137,7 @@ def _is_ours(value: Any) -> bool:
     return kind.lower() == KIND.lower() or version.startswith(API_VERSION.partition("/")[0])
 
 
-def _as_written(value: Any) -> Any:
+def as_written(value: Any) -> Any:
     """The object without what the API server keeps in it; no namespace is the default one, as for kubectl, and a uid
     that is none of the server's is overwritten by it."""
     if not isinstance(value, dict):

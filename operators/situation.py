@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from operators import causes, edits
+from operators import causes
 from operators.causes import moment
 from operators.observed import Deletion, Key, Object, Observed
 from operators.spec import RLJob
@@ -21,6 +21,8 @@ EDITION = "miles.dev/edition"
 @dataclasses.dataclass(frozen=True)
 class Situation:
     job: RLJob
+    edition: str
+    """Digest (operators.edits) of what an attempt that begins now runs."""
     status: RLJobStatus
     """As the last pass left it."""
     observed: Observed
@@ -41,11 +43,6 @@ class Situation:
     def current(self) -> Object | None:
         """Job of the present attempt."""
         return self.trainer_jobs.get(self.attempt)
-
-    @functools.cached_property
-    def edition(self) -> str:
-        """Digest of what an attempt that begins now runs."""
-        return edits.digest(self.job)
 
     @property
     def edited(self) -> bool:

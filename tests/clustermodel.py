@@ -9,14 +9,12 @@ import asyncio
 import collections
 import copy
 import datetime
-import json
 import random
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 import yaml
 
-from operators import reconcile as reconciler
 from operators.act import carry_out
 from operators.causes import is_true, moment
 from operators.conditions import timestamp
@@ -24,8 +22,7 @@ from operators.observe import needs_the_truth
 from operators.observed import Event, Key, Object, Observed
 from operators.reconcile import reconcile
 from operators.resolve import Platform
-from operators.situation import Situation, controller
-from operators.spec import RLJob
+from operators.situation import controller
 from tests.test_spec import MINIMAL
 
 NAME = "arithmetic"
@@ -36,34 +33,6 @@ CHILD_KINDS = ("ConfigMap", "Deployment", "Job", "NetworkPolicy", "PodDisruption
 
 Place = tuple[str, str]  # kind, name
 Dict = dict[str, Any]
-
-
-class Remembering:
-    """The reconciler with a memory for its slow part, so that a thousand worlds take minutes: the same spec gives the
-    same job, the same job and attempt the same children."""
-
-    def __init__(self) -> None:
-        self.parse, self.want = reconciler._parsed, reconciler._wanted
-        self.jobs: dict[str, RLJob] = {}
-        self.wanted: dict[tuple[int, int, bool], list[Dict]] = {}
-
-    def __enter__(self) -> None:
-        reconciler._parsed, reconciler._wanted = self.parsed, self.children
-
-    def __exit__(self, *error: object) -> None:
-        reconciler._parsed, reconciler._wanted = self.parse, self.want
-
-    def parsed(self, found: Object) -> RLJob:
-        text = json.dumps([found["metadata"]["uid"], found["spec"]])
-        if text not in self.jobs:
-            self.jobs[text] = self.parse(found)
-        return self.jobs[text]
-
-    def children(self, here: Situation, platform: Platform, over: bool) -> list[Dict]:
-        place = id(here.job), here.attempt, over
-        if place not in self.wanted:
-            self.wanted[place] = self.want(here, platform, over)
-        return self.wanted[place]
 
 
 class Fault(Exception):
@@ -640,10 +609,9 @@ class Requests:
 def play(seed: int, rounds: int = 60) -> World:
     """Disturb a job for a while, then see it come to its end. Raises AssertionError."""
     world = World(seed)
-    with Remembering():
-        _disturbed(world, rounds)
-        world.calm()
-        world.settle()
+    _disturbed(world, rounds)
+    world.calm()
+    world.settle()
     return world
 
 
