@@ -11,6 +11,7 @@ import datetime
 import json
 import secrets
 import urllib.parse
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -363,7 +364,16 @@ async def load_configuration() -> Configuration:
             await config.load_kube_config(client_configuration=configuration)
         except (ConfigException, OSError) as error:
             raise ValueError(f"no API server is known: run in a pod, or set KUBECONFIG ({error})") from None
+    # Else aiohttp looks for a proxy and a netrc at every request, in threads.
+    configuration.client_session_kwargs = {"trust_env": False}
+    configuration.proxy = configuration.proxy or _proxy(configuration.host)
     return configuration
+
+
+def _proxy(host: str) -> str | None:
+    """The one that the environment names for the API server."""
+    address = urllib.parse.urlsplit(host)
+    return None if urllib.request.proxy_bypass(address.netloc) else urllib.request.getproxies().get(address.scheme)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from operators.act import carry_out
-from operators.cache import JobKey
+from operators.cache import JobKey, Name
 from operators.cluster import ApiError, Cluster, Conflict, Held
 from operators.handlers import watch_jobs
 from operators.liveness import Health
@@ -19,7 +19,7 @@ from operators.observe import observe
 from operators.observed import Object, Observed, Plan
 from operators.queue import WorkQueue
 from operators.resolve import Platform
-from operators.spec import KIND
+from operators.spec import API_VERSION, KIND
 from operators.telemetry import Telemetry
 from operators.watch import KINDS, follow
 
@@ -67,6 +67,8 @@ class Controller:
         self.workers, self.may_act = workers, may_act
         self.queue: WorkQueue[JobKey] = WorkQueue(telemetry.waited.observe)
         self.jobs: dict[JobKey, Known] = {}
+        self._news: set[JobKey] = set()
+        """Jobs of which something was told since the last look at them, or whose last look failed."""
         self._looked: dict[JobKey, float] = {}  # at the jobs there are, last (loop time)
         health.stalled_s = self.queue.stalled_s
         telemetry.depth = self.queue.depth
@@ -121,12 +123,25 @@ class Controller:
             self.telemetry.duration.observe(time.perf_counter() - began)
 
     async def _pass(self, key: JobKey) -> float | None:
-        observed = await observe(self.cluster, key)
+        """Where nothing but time asks for it, the RLJob that the watch told will do to see that nothing is to be done;
+        what is to be done is decided by what the server holds."""
+        told = key not in self._news
+        self._news.discard(key)
+        try:
+            return await self._look(key, told)
+        except BaseException:
+            self._news.add(key)
+            raise
+
+    async def _look(self, key: JobKey, told: bool) -> float | None:
+        observed = await observe(self.cluster, key, told)
         if observed is None:
             self._looked.pop(key, None)
             return None
         self._looked[key] = asyncio.get_running_loop().time()
         plan = self.reconcile(observed, datetime.datetime.now(datetime.UTC), self.platform)
+        if told and plan.acts:
+            return await self._look(key, told=False)
         await carry_out(plan, observed, self.cluster)
         for event in plan.events:
             logger.info(event.message, extra=_fields(key, reason=event.reason))
@@ -139,8 +154,11 @@ class Controller:
         self.health.beat(KIND)
         if what == "DELETED":
             self.jobs.pop(key, None)
+            self.cluster.cache.remove(KIND, job)
+            self._news.add(key)
             self.queue.add(key)
             return
+        self.cluster.cache.put(KIND, {"apiVersion": API_VERSION, "kind": KIND, **job})
         before = self.jobs.get(key)
         known = Known(
             int(metadata["resourceVersion"]), metadata.get("generation", 0), job.get("status", {}).get("phase", "")
@@ -150,10 +168,12 @@ class Controller:
         if is_echo:
             self._echo(key)
         else:
+            self._news.add(key)
             self.queue.add(key)
 
     def _echo(self, key: JobKey) -> None:
         """A child has changed, or the status."""
+        self._news.add(key)
         since = asyncio.get_running_loop().time() - self._looked.get(key, -SPACING_S)
         self.queue.add(key, max(ECHO_S, SPACING_S - since))
 
@@ -200,6 +220,7 @@ class Controller:
                     found[JobKey(metadata["namespace"], metadata["name"])] = int(metadata["resourceVersion"])
         for key in before - set(found):
             self.jobs.pop(key, None)
+        self.cluster.cache.keep_only(KIND, "", [Name(*key) for key in self.jobs])
         return {key: version for key, version in found.items() if self._is_behind(key, version)}, list(found)
 
     def _is_behind(self, key: JobKey, version: int) -> bool:

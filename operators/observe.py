@@ -1,7 +1,8 @@
-"""Puts together what a pass looks at: the RLJob from the API server itself, its children and pods from the cache.
+"""Puts together what a pass looks at: the RLJob, its children and pods from the cache.
 
-The cache may lag. Where a decision hangs on something being gone (a new attempt, a suspension), Jobs and pods are
-read from the server too: a pod that the cache does not know yet would let two attempts train at once.
+The cache may lag. Who acts looks at the RLJob of the API server itself. Where a decision hangs on something being gone
+(a new attempt, a suspension), Jobs and pods are read from the server too: a pod that the cache does not know yet would
+let two attempts train at once.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,12 @@ from operators.spec import KIND
 from operators.statusport import last_words
 
 
-async def observe(cluster: Cluster, key: JobKey) -> Observed | None:
-    """None: there is no such RLJob, or none that concerns us. Raises ApiError."""
-    job = await cluster.get(KIND, key.namespace, key.name)
+async def observe(cluster: Cluster, key: JobKey, told: bool = False) -> Observed | None:
+    """None: there is no such RLJob, or none that concerns us. `told`: the RLJob that the watch told will do. Raises
+    ApiError."""
+    job = cluster.cache.find(KIND, key.namespace, key.name) if told else None
+    if job is None:
+        job = await cluster.get(KIND, key.namespace, key.name)
     if job is None:
         cluster.forget(key)
     if job is None or not concerns_us(job):

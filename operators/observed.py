@@ -28,7 +28,7 @@ class Key:
 @dataclasses.dataclass(frozen=True)
 class Observed:
     job: Object
-    """The RLJob, read from the API server itself, not from a cache."""
+    """The RLJob; where the plan is carried out, read from the API server itself, not from a cache."""
     children: Sequence[Object] = ()
     """Every object of a kind we create whose controller owner is this job's uid."""
     pods: Sequence[Object] = ()
@@ -75,3 +75,8 @@ class Plan:
     """Posted after the status was written."""
     again: datetime.timedelta | None = None
     """Look again after this time at the latest, even if nothing changes. None: only on a change or a resync."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether anything is to be done now."""
+        return bool(self.pause or self.apply or self.delete or self.delete_job or self.status or self.events)

@@ -1,0 +1,116 @@
+"""Looks that nothing but time asks for: they cost neither requests nor rendering, and never act on what is old."""
+
+import copy
+import datetime
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from operators import reconcile as reconciler
+from operators.cache import Cache, JobKey
+from operators.controller import Controller
+from operators.liveness import Health
+from operators.reconcile import reconcile
+from operators.telemetry import Telemetry
+from tests.situations import PLATFORM, Story
+from tests.virtual import in_virtual_time
+
+KEY = JobKey("default", "arithmetic")
+Dict = dict[str, Any]
+
+
+class Server:
+    """One RLJob at work, its children, and all that was asked for."""
+
+    def __init__(self) -> None:
+        self.story, self.cache, self.asked = Story(), Cache(), list[str]()
+        self.status = SimpleNamespace(report=self._report)
+        self.story.job["metadata"]["uid"] = "3f0c1111-2222-3333-4444-555566667777"
+        self.story.now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=100)
+        for step in range(3):
+            self.story.look(1) if step == 0 else self.story.train(step)
+        self.job = copy.deepcopy(self.story.job)
+        for found in (*self.story.children.values(), *self.story.pods):
+            metadata = {"namespace": "default", "resourceVersion": "7"} | found["metadata"]
+            self.cache.put(found["kind"], found | {"metadata": metadata})
+
+    async def _report(self, pods: Any) -> Any:
+        return self.story.report
+
+    async def foreign(self, key: JobKey, uid: str) -> frozenset[Any]:
+        return frozenset()
+
+    async def get(self, kind: str, namespace: str, name: str) -> Dict:
+        self.asked.append("get")
+        return self.job
+
+    async def apply(self, desired: Any) -> None:
+        self.asked.append(f"apply {desired['kind']}")
+
+    async def write_status(self, job: Dict, status: Any) -> None:
+        assert job is self.job, "it was decided by what the server did not say"
+        self.asked.append("status")
+        self.job = job | {"status": dict(status)}
+
+    async def post_event(self, job: Dict, event: Any) -> None:
+        self.asked.append("event")
+
+
+def controller(server: Server) -> Controller:
+    found = Controller(server, reconcile, PLATFORM, Health(), Telemetry(Health()))  # type: ignore[arg-type]
+    found.heard("ADDED", server.job)
+    return found
+
+
+async def settled() -> tuple[Server, Controller]:
+    """A job after whose last pass nothing was left to do."""
+    server = Server()
+    found = controller(server)
+    await found.visit(KEY)
+    found.heard("MODIFIED", server.job)
+    await found.visit(KEY)
+    server.asked.clear()
+    return server, found
+
+
+@in_virtual_time
+async def test_a_look_that_nothing_asks_for_asks_the_server_nothing_and_parses_and_renders_nothing() -> None:
+    _, found = await settled()
+    server = found.cluster
+    refuse = mock.Mock(side_effect=AssertionError("worked out again"))
+    with (
+        mock.patch.object(reconciler.manifest, "check", refuse),
+        mock.patch.object(reconciler.children, "children", refuse),
+    ):
+        assert await found.visit(KEY) == reconciler.LOOK.total_seconds()
+    assert server.asked == []  # type: ignore[attr-defined]
+
+
+@in_virtual_time
+async def test_what_a_look_finds_to_do_is_decided_by_what_the_server_holds() -> None:
+    server, found = await settled()
+    server.story.report = {"phase": "training", "step": 9, "version": [1, 9]}
+    server.job = server.job | {"spec": server.job["spec"] | {"suspend": False}}
+    await found.visit(KEY)
+    assert server.asked[:2] == ["get", "status"]
+    assert server.job["status"]["training"]["step"] == 9
+
+
+@in_virtual_time
+@pytest.mark.parametrize("news", ["MODIFIED", "child"])
+async def test_after_news_the_server_itself_is_asked(news: str) -> None:
+    server, found = await settled()
+    found._echo(KEY) if news == "child" else found.heard(news, server.job)
+    await found.visit(KEY)
+    assert server.asked[:1] == ["get"]
+
+
+@in_virtual_time
+async def test_after_a_look_that_failed_the_server_itself_is_asked() -> None:
+    server, found = await settled()
+    with mock.patch.object(server, "foreign", side_effect=OSError("no route")), pytest.raises(OSError, match="route"):
+        await found.visit(KEY)
+    await found.visit(KEY)
+    assert server.asked[:1] == ["get"]
