@@ -14,7 +14,7 @@ from pydantic.alias_generators import to_camel
 
 from operators import schema
 from operators.edits import REFUSED, SUSPENDED, TABLE
-from operators.rules import BARE_LAYERS, MANAGED_VARIABLE, NO_ADAPTER
+from operators.rules import BARE_LAYERS, GENERATES, MANAGED_VARIABLE, NO_ADAPTER
 from operators.schema import Node
 from operators.spec.pods import GPU
 from pipeline.algorithms.registry import ALGORITHMS
@@ -59,7 +59,7 @@ def _quoted(text: str) -> str:
 
 _NAME = schema.at(("metadata", "name")) or {}
 _GPU = _quoted(GPU)
-_ONLY_GENERATORS = "self.data.sets.all(s, !has(s.uri) || has(s.generator))"
+_ONLY_GENERATORS = "(!has(self.data.sets) || self.data.sets.all(s, !has(s.uri) || has(s.generator)))"
 
 
 def _within(uri: str, folder: str) -> str:
@@ -176,9 +176,25 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(
             "!has(self.environment) || !has(self.environment.library) || "
-            "self.environment.library != 'reasoning-gym' || self.data.sets.all(s, has(s.generator))",
+            "self.environment.library != 'reasoning-gym' || "
+            "!has(self.data.sets) || self.data.sets.all(s, has(s.generator))",
             "it knows its own tasks only; generate all data.sets, or give a class",
             ".environment.library",
+        ),
+        *(
+            Rule(f"!has(self.data.replayFrom) || !has(self.{given}) || {empty}", GENERATES, f".{given}")
+            for given, empty in (
+                ("rewards", "self.rewards.size() == 0"),
+                ("environment", "false"),
+                ("evaluation.sets", "self.evaluation.sets.size() == 0"),
+            )
+        ),
+        Rule(
+            "!has(self.output) || !has(self.data.replayFrom) || "
+            f"!({_within('self.output.uri', 'self.data.replayFrom.uri')} || "
+            f"{_within('self.data.replayFrom.uri', 'self.output.uri')})",
+            "must lie apart from data.replayFrom.uri, which is only read",
+            ".output.uri",
         ),
         Rule(
             "self.algorithm.sampling.maxNewTokens < self.rollout.maxModelLen",
@@ -218,6 +234,15 @@ RULES: dict[str, tuple[Rule, ...]] = {
             f"{_within('self.model.uri', 'self.output.uri')})",
             "must lie apart from model.uri, which is only read",
             ".output.uri",
+        ),
+    ),
+    "spec.data.replayFrom.uri": (
+        Rule("!self.startsWith('s3://') || !(self + '/').contains('/../')", 'write the key without ".."'),
+    ),
+    "spec.data": (
+        Rule(
+            "has(self.replayFrom) != (has(self.sets) && self.sets.size() > 0)",
+            "give exactly one of sets and replayFrom",
         ),
     ),
     "spec.model": (

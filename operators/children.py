@@ -2,7 +2,8 @@
 processes on one machine, by `miles run`. Pure: the same job, run id, attempt and platform give the same children.
 
     ConfigMap    <job>-config             run.json, which every process reads
-    Deployment   <job>-rollout            vLLM and the worker beside it, rollout.replicas times
+    Deployment   <job>-rollout            vLLM and the worker beside it, rollout.replicas times; none with
+                                          data.replayFrom
     Service      <job>-trainer            headless: names of the trainer's pods
     Job          <job>-trainer-<attempt>  Indexed, one pod a node; never retried by itself
     Deployment, Service  <job>-reward-<name>   for each reward that has a model
@@ -37,7 +38,7 @@ def children(job: RLJob, *, run_id: str, platform: Platform = IN_CLUSTER, attemp
         *([] if platform.local else protection(job, platform)),
         config_map(job, config, reward_models, platform),
         *(child for reward in reward_models for child in reward_model(job, reward, platform)),
-        rollout(job, config, platform),
+        *([] if job.spec.data.replay_from else [rollout(job, config, platform)]),
         trainer_service(job),
         trainer(job, run_id, platform, attempt),
     ]
@@ -58,6 +59,8 @@ def protection(job: RLJob, platform: Platform) -> list[Dict]:
         _object("networking.k8s.io/v1", "NetworkPolicy", job, child_name(job, suffix), "isolation") | {"spec": spec}
         for suffix, spec in isolation.policies(job, platform).items()
     ]
+    if job.spec.data.replay_from:
+        return policies
     budget = _object("policy/v1", "PodDisruptionBudget", job, child_name(job, "rollout"), "rollout")
     return [*policies, budget | {"spec": isolation.disruption_budget(job)}]
 

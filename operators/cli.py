@@ -155,7 +155,7 @@ def plan(arguments: list[str]) -> int:
     sizes = {
         "nodes": trainer.nodes,
         "processes-per-node": processes(job, platform),
-        "servers": rollout.replicas,
+        "servers": job.spec.workers,
         "devices-per-server": platform.rollout_gpus(rollout) or 1,
     }
     command += ["/dev/stdin", *(f"--{name}={value}" for name, value in sizes.items())]

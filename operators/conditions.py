@@ -49,6 +49,7 @@ REASONS: dict[str, Reason] = {
     "WaitingForPods": _normal("pods exist and are not ready yet, without an error so far"),
     "Training": _normal("steps are being finished"),
     "PodsReady": _normal("all pods of this part are ready"),
+    "NothingGenerated": _normal("the job trains stored samples (data.replayFrom), and has no workers"),
     "StoreAnswers": _normal("the trainer reads and writes the store"),
     "AsSpecified": _normal("all children are as the spec wants them; or, of a condition, that it does not hold"),
     "RollingOut": _normal("pods are replaced after an edit, or workers are added"),

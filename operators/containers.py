@@ -261,7 +261,7 @@ def _dtype(job: RLJob, on_gpu: bool) -> str:
 
 def _shares_gpus(job: RLJob, platform: Platform) -> bool:
     spec = job.spec
-    wanted = spec.rollout.replicas * platform.rollout_gpus(spec.rollout) + platform.trainer_gpus(spec.trainer)
+    wanted = spec.workers * platform.rollout_gpus(spec.rollout) + platform.trainer_gpus(spec.trainer)
     return platform.local and wanted > platform.gpus
 
 
@@ -285,10 +285,11 @@ def _cpu_environment(job: RLJob, platform: Platform) -> list[Dict]:
 
 
 def _trainer_threads(job: RLJob, platform: Platform) -> int:
-    """On one machine half of the cores are left to vLLM: a rank whose threads wait for busy cores is many times slower
-    than one with fewer threads."""
+    """On one machine half of the cores are left to vLLM, if there is any: a rank whose threads wait for busy cores is
+    many times slower than one with fewer threads."""
     spec = job.spec.trainer
-    ranks = processes(job, platform) * (2 * spec.nodes if platform.local else 1)
+    share = 2 if job.spec.workers else 1
+    ranks = processes(job, platform) * (share * spec.nodes if platform.local else 1)
     cores = platform.cpus if platform.local else cpus(spec.resources)
     return max(1, cores // ranks)
 

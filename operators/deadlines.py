@@ -16,7 +16,7 @@ def overdue(here: Situation) -> Cause | None:
     if limit is not None and worked > limit:
         text = f"not complete after {limit} s (runPolicy.activeDeadlineSeconds)"
         return Cause("DeadlineExceeded", f"{text}, at step {status.training.step}")
-    if not (here.job.spec.rollout.replicas and status.rollout.desired):
+    if not here.job.spec.data.replay_from and not (here.job.spec.rollout.replicas and status.rollout.desired):
         return None
     since = status.rollout.scaled_up_time or status.start_time
     if has_stepped(status):

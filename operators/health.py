@@ -18,7 +18,7 @@ NORMAL = Cause("AsSpecified", "")
 def counted(here: Situation, status: RLJobStatus) -> RLJobStatus:
     """`status` with the numbers of pods."""
     spec = here.job.spec
-    wanted = 0 if spec.suspend else spec.rollout.replicas
+    wanted = 0 if spec.suspend else spec.workers
     ready = _ready(here, child_name(here.job, "rollout"))
     pods = ",".join(f"{name}={value}" for name, value in selector(here.job, "rollout").items())
     running = sum(causes.is_ready(pod) for pod in here.pods_of(here.current)) if here.current else 0
@@ -98,6 +98,8 @@ def _rollout(here: Situation, status: RLJobStatus) -> Fact:
     """Of the workers and of the reward models that they need."""
     if here.job.spec.suspend:
         return Fact("False", "Suspending", "workers are removed")
+    if here.job.spec.data.replay_from:
+        return Fact("True", "NothingGenerated", "stored samples are trained again: there are no workers")
     if here.job.spec.rollout.replicas == 0:
         return Fact("False", "ScaledToZero", "spec.rollout.replicas is 0: nothing is generated")
     lacking = [found for found in _workloads(here) if found is None or not _complete(found)]
@@ -115,7 +117,9 @@ def _rollout(here: Situation, status: RLJobStatus) -> Fact:
 
 
 def _workloads(here: Situation) -> list[Object | None]:
-    """The Deployments that generating needs; None: it is not there."""
+    """The Deployments that generating needs; None: it is not there. None at all for stored samples."""
+    if here.job.spec.data.replay_from:
+        return []
     found = {causes.name(deployment): deployment for deployment in here.deployments()}
     models = [f"reward-{reward.name}" for reward in here.job.spec.rewards if reward.model is not None]
     return [found.get(child_name(here.job, suffix)) for suffix in ("rollout", *models)]

@@ -9,7 +9,7 @@ from pydantic.alias_generators import to_snake
 
 from operators.names import child_name
 from operators.spec import RLJob
-from operators.spec.inputs import ConfigMapSource, EvaluationSet, ModelSource, PromptSet, PromptSource
+from operators.spec.inputs import ConfigMapSource, EvaluationSet, ModelSource, PromptSet, PromptSource, Replay
 from operators.spec.learning import Correction
 from operators.spec.pods import GPU, Resources, Rollout, Trainer
 from pipeline.algorithms.registry import ALGORITHMS
@@ -97,9 +97,10 @@ def run_config(job: RLJob, run_id: str, platform: Platform, attempt: int = 0) ->
             "seed": spec.data.seed,
             "system_prompt": spec.data.system_prompt,
             "sets": [_training_set(entry, number, platform) for number, entry in enumerate(spec.data.sets)],
+            "replay_from": _replay(spec.data.replay_from, platform),
         },
         "environment": _environment(job, platform),
-        "rewards": [_reward(job, number, platform) for number in range(len(spec.rewards))] or [_default_reward(job)],
+        "rewards": [_reward(job, number, platform) for number in range(len(spec.rewards))] or _default_rewards(job),
         "algorithm": _algorithm(job),
         "rollout": {
             "adapter_loading": spec.rollout.adapter_loading or ("hot" if on_gpu else "merge"),
@@ -132,9 +133,17 @@ def run_config(job: RLJob, run_id: str, platform: Platform, attempt: int = 0) ->
     return RunConfig.model_validate(config)
 
 
-def _default_reward(job: RLJob) -> dict[str, Any]:
+def _replay(source: Replay | None, platform: Platform) -> dict[str, Any] | None:
+    if source is None:
+        return None
+    return {"uri": address(source.uri, "spec.data.replayFrom.uri", platform), "where": source.where}
+
+
+def _default_rewards(job: RLJob) -> list[dict[str, Any]]:
+    if job.spec.data.replay_from is not None:
+        return []  # stored samples have theirs
     library = "generator" if job.spec.environment is None else "environment"
-    return {"name": library, "library": library}
+    return [{"name": library, "library": library}]
 
 
 def policy_model(source: ModelSource, platform: Platform) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from operators.spec import RLJob
 from operators.spec.fields import OWN_COUNT, OWN_RATE, is_rate
 from operators.spec.inputs import PromptSource
 from operators.spec.pods import GPU, Resources, Template
+from pipeline import where
 from pipeline.algorithms.registry import ALGORITHMS
 
 LARGEST_OBJECT = 131_072  # bytes of JSON; twice that no longer fits the annotation kubectl apply writes
@@ -25,6 +26,8 @@ BARE_LAYERS = re.compile("(^|,)(lm_head|embed_out|embed_tokens|wte|wpe)(,|$)")
 NO_ADAPTER = "the embedding and the head carry no adapter that vLLM could serve; leave them out"
 TURN_BY_TURN = "an environment's reward comes turn by turn and cannot be rescaled as a whole; remove it"
 
+GENERATES = "with data.replayFrom nothing is generated, and stored samples have their rewards; remove it"
+
 Broken = tuple[Path, str]
 """Path of the field at fault, and the remedy."""
 
@@ -33,6 +36,7 @@ def broken(job: RLJob) -> Iterator[Broken]:
     """Every rule that the job breaks."""
     yield from _size(job)
     yield from _model(job)
+    yield from _data(job)
     yield from _prompt_sets(("spec", "data", "sets"), job.spec.data.sets)
     yield from _prompt_sets(("spec", "evaluation", "sets"), job.spec.evaluation.sets)
     yield from _evaluation(job)
@@ -67,6 +71,27 @@ def _model(job: RLJob) -> Iterator[Broken]:
         yield ("spec", "model", "trustRemoteCode"), "name the commit whose code may run: add model.revision"
     if model.revision is not None and model.uri.startswith("file://"):
         yield ("spec", "model", "revision"), "a folder has no revisions; remove it, or name the folder of that revision"
+
+
+def _data(job: RLJob) -> Iterator[Broken]:
+    spec, here = job.spec, ("spec", "data")
+    source = spec.data.replay_from
+    if bool(spec.data.sets) == (source is not None):
+        yield here, "give exactly one of sets and replayFrom"
+    if source is None:
+        return
+    for path, found in (
+        (("spec", "rewards"), spec.rewards),
+        (("spec", "environment"), spec.environment),
+        (("spec", "evaluation", "sets"), spec.evaluation.sets),
+    ):
+        if found:
+            yield path, GENERATES
+    if source.where is not None:
+        try:
+            where.parse(source.where)
+        except ValueError as error:
+            yield (*here, "replayFrom", "where"), str(error)
 
 
 def _prompt_sets(path: Path, sets: Sequence[PromptSource]) -> Iterator[Broken]:
@@ -213,10 +238,11 @@ def _trainer(job: RLJob) -> Iterator[Broken]:
 
 
 def _output(job: RLJob) -> Iterator[Broken]:
-    output, store = job.spec.output, job.spec.store
+    output, store, source = job.spec.output, job.spec.store, job.spec.data.replay_from
     uris: dict[Path, str | None] = {
         ("spec", "store", "uri"): store.uri,
-        ("spec", "output", "uri"): output and output.uri,
+        ("spec", "output", "uri"): output.uri if output else None,
+        ("spec", "data", "replayFrom", "uri"): source.uri if source else None,
         ("spec", "checkpoint", "resumeFrom"): job.spec.checkpoint.resume_from,
     }
     for path, uri in uris.items():
@@ -230,6 +256,8 @@ def _output(job: RLJob) -> Iterator[Broken]:
         yield ("spec", "output", "uri"), "must lie outside store.uri, whose folders belong to runs"
     elif _within(store.uri, output.uri):
         yield ("spec", "output", "uri"), "must not hold store.uri; write the model beside it"
+    if source is not None and (_within(output.uri, source.uri) or _within(source.uri, output.uri)):
+        yield ("spec", "output", "uri"), "must lie apart from data.replayFrom.uri, which is only read"
     if _within(output.uri, job.spec.model.uri) or _within(job.spec.model.uri, output.uri):
         yield ("spec", "output", "uri"), "must lie apart from model.uri, which is only read"
 

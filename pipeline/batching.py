@@ -23,10 +23,11 @@ import heapq
 import numpy as np
 import pyarrow as pa
 
-from pipeline import experience
+from pipeline import experience, selection
 from pipeline.experience import Damaged, Ragged
 from pipeline.storage import Corrupted, Storage
 from pipeline.trainer_log import Plan
+from pipeline.where import Condition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Batch:
     parts: dict[str, np.ndarray]  # reward name → [N] float64, unweighted; NaN where missing
     valid: np.ndarray  # [N] bool: takes part in training
     groups: np.ndarray  # [N] int, position of the group in the plan
-    steps: np.ndarray  # [N] int, `step` of the oldest version that made a token of the sample
+    steps: np.ndarray | None  # [N] int, `step` of the oldest version that made a token of the sample; None: not of ours
     truncated: np.ndarray  # [N] bool: ended at the length limit
     baselines: np.ndarray | None = None  # [N] reward of the group's greedy completion, NaN where there is none
     credits: np.ndarray | None = None  # [T] part of its sample's reward that came with the token
@@ -82,9 +83,17 @@ class Unreadable(Damaged):
         self.shards = shards
 
 
-async def load_plan(storage: Storage, plan: Plan) -> Batch:
-    """Read the plan's groups. Raises Unreadable, naming every shard that is not what was planned, StorageError if the
-    store does not answer."""
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """The plan's samples are those of another run, whose indices and policies are not this run's."""
+
+    condition: Condition | None = None
+    """Which of them take part in training; None: all."""
+
+
+async def load_plan(storage: Storage, plan: Plan, replayed: Replayed | None = None) -> Batch:
+    """Read the plan's groups, whose shards lie in `storage`. Raises Unreadable, naming every shard that is not what was
+    planned, StorageError if the store does not answer."""
     digests = {group.key: group.sha256 for group in plan.groups}
     read = await asyncio.gather(*(_read(storage, key, digest) for key, digest in digests.items()))
     if damaged := {key: reason for key, reason in zip(digests, read, strict=True) if isinstance(reason, str)}:
@@ -92,10 +101,14 @@ async def load_plan(storage: Storage, plan: Plan) -> Batch:
     shards: dict[str, pa.Table] = dict(zip(digests, read, strict=True))
     parts = [shards[group.key].slice(group.start, group.stop - group.start) for group in plan.groups]
     for group, part in zip(plan.groups, parts, strict=True):
-        if set(part["index"].to_pylist()) != {group.index}:
+        own = {group.index} if replayed is None else set(part["index"].to_pylist()[:1])
+        if not own or set(part["index"].to_pylist()) != own:
             raise Damaged(f"{group.key}: rows {group.start}:{group.stop} are not those of prompt index {group.index}")
     groups = np.repeat(np.arange(len(parts)), [part.num_rows for part in parts])
-    return _batch(pa.concat_tables(parts).combine_chunks(), groups)
+    table = pa.concat_tables(parts).combine_chunks()
+    if replayed is None:
+        return _batch(table, groups)
+    return dataclasses.replace(_batch(selection.narrowed(table, replayed.condition), groups), steps=None)
 
 
 async def _read(storage: Storage, key: str, digest: str) -> pa.Table | str:

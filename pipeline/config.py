@@ -53,11 +53,20 @@ class PromptSetConfig(Config):
     """Evaluation only: None: the training temperature; 0: greedy."""
 
 
+class ReplayConfig(Config):
+    uri: str
+    """Prefix of the run whose samples are trained again."""
+    where: str | None = None
+    """Condition on samples, see pipeline.where; None: all."""
+
+
 class DataConfig(Config):
     seed: int = 0
     """Order of the prompts is a pure function of (seed, pass)."""
     system_prompt: str | None = None
     sets: list[PromptSetConfig]
+    replay_from: ReplayConfig | None = None
+    """Stored samples to train on; then there are no sets, and nothing is generated."""
 
 
 class RewardConfig(Config):

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline import resume
+from pipeline.archive import Archive
 from pipeline.assignment import Assignments, Candidate
 from pipeline.clock import Clock
 from pipeline.config import RunConfig
@@ -53,7 +54,8 @@ class Coordinator:
         self.storage, self.config, self.clock, self.randomness = storage, config, clock, randomness
         self.log = TrainerLog(storage)
         self.control = ControlFile(storage)
-        self.dispatcher = Dispatcher(storage, config, clock, vocabulary)
+        source = Archive if config.data.replay_from else Dispatcher
+        self.dispatcher: Dispatcher = source(storage, config, clock, vocabulary)
         self.assignments = Assignments()
         self.step = 0
         self.version: Version | None = None

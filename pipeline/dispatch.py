@@ -31,6 +31,7 @@ ROUNDS = 10
 class Dispatcher:
     def __init__(self, storage: Storage, config: RunConfig, clock: Clock, vocabulary: int | None):
         self.rollout, self.algorithm, self.clock = config.rollout, config.algorithm, clock
+        self.max_staleness = config.algorithm.max_staleness
         self.ledger = Ledger()
         self.roster = Roster(storage, config.rollout.lease_timeout_s, 2 * config.rollout.heartbeat_s)
         rows = config.algorithm.group_size + ALGORITHMS[config.algorithm.type].greedy_baseline
@@ -42,8 +43,8 @@ class Dispatcher:
     def choose(self, step: int) -> Choice:
         """The groups of `step`; those that cannot be trained any more are set aside first."""
         self.refuse(step)
-        size, staleness = self.algorithm.prompts_per_step, self.algorithm.max_staleness
-        return planning.choose(step, self.ledger.delivered.values(), self.ledger.leases, size, staleness)
+        size = self.algorithm.prompts_per_step
+        return planning.choose(step, self.ledger.delivered.values(), self.ledger.leases, size, self.max_staleness)
 
     def refuse(self, step: int) -> None:
         """Set aside what cannot be trained; groups without spread up to ROUNDS times a step's size, then no more."""
@@ -51,7 +52,7 @@ class Dispatcher:
         alike = sum(drop.reason == "no-spread" for drop, _ in self.ledger.aside.values())
         for index, group in list(self.ledger.delivered.items()):
             need_spread = wanted and alike < ROUNDS * self.algorithm.prompts_per_step
-            reason = planning.refusal(group, step, self.algorithm.max_staleness, need_spread)
+            reason = planning.refusal(group, step, self.max_staleness, need_spread)
             if reason:
                 self._set_aside(index, reason)
                 alike += reason == "no-spread"

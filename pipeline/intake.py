@@ -36,6 +36,9 @@ class Intake:
             self._logged.add(shard.key)
             self.damaged.pop(shard.key, None)
 
+    def is_logged(self, key: str) -> bool:
+        return key in self._logged
+
     async def drain(self, known: Known, ledger: Ledger) -> None:
         """Read the shards of one writer up to its last, into the ledger."""
         while known.final is None or known.cursor < known.final:
@@ -61,7 +64,7 @@ class Intake:
 
     def _quarantine(self, known: Known, key: str, shard: Object | None, reason: str, ledger: Ledger) -> None:
         """The indices that its metadata names are free again; others show up as not delivered."""
-        if key in self._logged:
+        if self.is_logged(key):
             return
         log.warning("shard %s is quarantined: %s", key, reason)
         self.damaged[key] = Quarantine(key, reason)

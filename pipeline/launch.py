@@ -17,8 +17,8 @@ from typing import Any
 
 import pydantic
 
+from pipeline import archive, fetch, output, termination
 from pipeline import config as configuration
-from pipeline import fetch, output, termination
 from pipeline.algorithms.registry import ALGORITHMS, Algorithm
 from pipeline.config import AlgorithmConfig, RunConfig
 from pipeline.storage import Conflict, Storage, StorageError, Unavailable, open_storage
@@ -118,6 +118,8 @@ async def check_store(config: RunConfig) -> None:
     storage = open_storage(store.uri, store.endpoint, store.region)
     await probe(storage)
     await check_origin(storage, config)
+    if config.data.replay_from is not None:
+        await archive.check(config)
     await record(storage, config)
     if config.output is not None:
         await output.check(open_storage(config.output.uri, store.endpoint, store.region), config)

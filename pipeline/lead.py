@@ -80,7 +80,10 @@ class Lead:
             self._task.result()
 
     def wants_weights(self, step: int) -> bool:
-        """Not while logged steps are replayed: nothing is generated until the last of them, only evaluated."""
+        """Not while logged steps are replayed: nothing is generated until the last of them, only evaluated. A run that
+        generates nothing at all keeps its last step's."""
+        if self.config.data.replay_from:
+            return step == self.config.algorithm.total_steps
         return step + 1 not in self.coordinator.ledger.plans or self.scoreboard.wants(step)
 
     async def publish(self, version: Version, stored: bool) -> None:

@@ -338,13 +338,13 @@ def _of_critic(judged: Samples, returns: np.ndarray) -> Row:
 
 
 def of_batch(batch: Batch, step: int) -> Row:
-    """reward/*, response_length/*, async/staleness_* and the sizes of a step's batch."""
+    """reward/*, response_length/*, async/staleness_* (of this run's own samples) and the sizes of a step's batch."""
     tokens = np.diff(batch.prompts.offsets) + np.diff(batch.completions.offsets)
     return {
         **metrics.of_rewards(batch.rewards, batch.valid, batch.groups, batch.parts),
         **metrics.of_responses(batch.lengths, batch.truncated),
         **metrics.of_turns(batch.turns, np.diff(batch.completions.offsets) - batch.lengths),
-        **metrics.of_staleness(step - 1 - batch.steps),
+        **({} if batch.steps is None else metrics.of_staleness(step - 1 - batch.steps)),
         "perf/samples": float(len(batch.rewards)),
         "perf/tokens": float(tokens.sum()),
     }

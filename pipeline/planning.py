@@ -47,7 +47,7 @@ def choose(
     if len(ready) < size:
         return Choice(ready=len(ready))
     groups, left_over = ready[:size], ready[size:]
-    for later in range(max_staleness):
+    for later in range(max_staleness if leases else 0):
         oldest = step + later - max_staleness  # a group made before this step's policy is too late after `later` steps
         running = [index for index, lease in leases.items() if lease.minimum < oldest]
         waiting = sum(group.oldest < oldest for group in left_over)

@@ -24,10 +24,10 @@ try:
     import torch
     from torch import Tensor
 
-    from pipeline import batching, checkpoint, distributed
+    from pipeline import archive, batching, checkpoint, distributed
     from pipeline.algorithms.losses import Tokens
     from pipeline.background import Background
-    from pipeline.batching import Batch
+    from pipeline.batching import Batch, Replayed
     from pipeline.learner import Learner
 except ModuleNotFoundError as missing:
     print(f"miles replay: needs {missing.name}, which is not installed: pip install 'miles[trainer]'", file=sys.stderr)
@@ -125,7 +125,8 @@ def _arguments() -> argparse.Namespace:
 
 def replay(config: RunConfig, storage: Storage, background: Background, step: int) -> int:
     """Print what became of `step`; returns the exit code. Raises ValueError for a step that cannot be replayed."""
-    past = background.run(look(storage, step))
+    shards, replayed = archive.shards(config, storage), archive.replayed(config)
+    past = background.run(look(storage, shards, step))
     device = distributed.start()
     torch.manual_seed(config.trainer.seed)
     learner = Learner(config, device)
@@ -137,10 +138,10 @@ def replay(config: RunConfig, storage: Storage, background: Background, step: in
     begin = good.version.step if good else 0
     print(f"{config.name}: step {step}, {_from(begin, step, good)}", flush=True)
     for earlier in range(begin + 1, step):
-        row = learner.update(background.run(load(storage, past.plans[earlier])), earlier, lambda: False)
+        row = learner.update(background.run(load(shards, past.plans[earlier], replayed)), earlier, lambda: False)
         print(f"  step {earlier} again: reward {row['reward/mean']:.3f}, loss {row['loss/policy']:.6g}", flush=True)
     watched = Watched(learner)
-    batch = background.run(load(storage, past.plans[step]))
+    batch = background.run(load(shards, past.plans[step], replayed))
     row = learner.update(batch, step, lambda: False)
     print(samples_table(batch, past.plans[step], watched.samples))
     print(figures_table(past.logged, row))
@@ -167,8 +168,11 @@ def _from(begin: int, step: int, good: Checkpoint | None) -> str:
     return place + (f", after steps {begin + 1} to {step - 1}" if step - begin > 2 else f", after step {begin + 1}")
 
 
-async def look(storage: Storage, step: int) -> Past:
-    """Raises ValueError, naming what is not there, for a step that cannot be replayed."""
+async def look(storage: Storage, shards: Storage, step: int) -> Past:
+    """Raises ValueError, naming what is not there, for a step that cannot be replayed.
+
+    `shards`: where the shards lie that the plans name.
+    """
     past = await history.read(storage, EVERYTHING)
     if step not in past.plans:
         known = f"steps 1 to {max(past.plans)}" if past.plans else "no step"
@@ -179,7 +183,7 @@ async def look(storage: Storage, step: int) -> Past:
         )
     earlier = [found for found in await checkpoint.newest(storage) if found.version.step < step]
     begin = earlier[0].version.step if earlier else 0
-    gone = [each for each in range(begin + 1, step + 1) if not await _is_there(storage, past.plans.get(each))]
+    gone = [each for each in range(begin + 1, step + 1) if not await _is_there(shards, past.plans.get(each))]
     if gone:
         place = f"that of step {begin} is the newest checkpoint" if earlier else "there is no checkpoint"
         listed = ", ".join(map(str, gone[:10])) + (" …" if len(gone) > 10 else "")
@@ -190,14 +194,14 @@ async def look(storage: Storage, step: int) -> Past:
     return Past(past.metrics[step], past.plans, earlier)
 
 
-async def _is_there(storage: Storage, plan: Plan | None) -> bool:
+async def _is_there(shards: Storage, plan: Plan | None) -> bool:
     keys = {group.key for group in plan.groups} if plan else set()
-    return bool(keys) and all(await asyncio.gather(*(storage.head(key) for key in keys)))
+    return bool(keys) and all(await asyncio.gather(*(shards.head(key) for key in keys)))
 
 
-async def load(storage: Storage, plan: Plan) -> Batch:
+async def load(shards: Storage, plan: Plan, replayed: Replayed | None) -> Batch:
     try:
-        return await batching.load_plan(storage, plan)
+        return await batching.load_plan(shards, plan, replayed)
     except Damaged as error:
         raise ValueError(f"step {plan.step}: {error}") from None
 

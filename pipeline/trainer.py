@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from pipeline import batching, checkpoint, distributed, launch, origin, termination, weights
+from pipeline import archive, batching, checkpoint, distributed, launch, origin, termination, weights
 from pipeline.background import Background
 from pipeline.batching import Batch, Unreadable
 from pipeline.clock import SystemClock
@@ -35,7 +35,7 @@ from pipeline.learner import Interrupted, Learner
 from pipeline.metrics import Row
 from pipeline.parent import end_with_parent
 from pipeline.storage import Storage, open_storage
-from pipeline.trainer_log import Fenced, Plan
+from pipeline.trainer_log import Fenced, Hopeless, Plan
 from pipeline.versions import Version
 
 log = logging.getLogger("pipeline.trainer")
@@ -52,10 +52,6 @@ class Stopped(Exception):
     """Asked to stop early; the ranks have agreed on it."""
 
 
-class Hopeless(Exception):
-    """Training cannot go on, and a restart would come to the same point."""
-
-
 class Trainer:
     """The training loop of one rank; `lead` is there on rank 0 only."""
 
@@ -64,6 +60,8 @@ class Trainer:
     ) -> None:
         self.config, self.storage, self.background = config, storage, background
         self.stopping, self.lead = stopping, lead
+        self.shards = archive.shards(config, storage)
+        self.replayed = archive.replayed(config)
         self.version: Version | None = None
         self.saved: Version | None = None  # newest checkpoint
         self.skips = 0
@@ -146,7 +144,7 @@ class Trainer:
         while True:
             damaged: dict[str, str] = {}
             try:
-                batch = self.background.run(batching.load_plan(self.storage, plan))
+                batch = self.background.run(batching.load_plan(self.shards, plan, self.replayed))
             except Unreadable as error:
                 damaged = error.shards
             for others in distributed.gather(damaged):
@@ -251,9 +249,13 @@ def _speed(row: Row, waited: float, step_s: float) -> Row:
 def _headline(row: Row) -> str:
     return (
         f"reward {row['reward/mean']:.3f}, length {row['response_length/mean']:.0f}, loss {row['loss/policy']:.4f}, "
-        f"gradient {row['actor/grad_norm']:.3g}, staleness {row['async/staleness_mean']:.1f}, "
+        f"gradient {row['actor/grad_norm']:.3g}, {_staleness(row)}"
         f"{row['perf/samples_per_s']:.1f} samples/s ({row['async/wait_for_batch_s']:.1f} s waited)"
     )
+
+
+def _staleness(row: Row) -> str:
+    return f"staleness {row['async/staleness_mean']:.1f}, " if "async/staleness_mean" in row else ""
 
 
 # The process

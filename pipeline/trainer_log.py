@@ -15,17 +15,24 @@ or a higher one means that it has been replaced. So no two trainers run past one
 
 import asyncio
 import dataclasses
+import itertools
 import json
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 from pipeline.storage import Conflict, Storage
 
-DropReason = Literal["stale", "no-spread", "failed", "orphaned", "invalid", "damaged"]
+DropReason = Literal["stale", "no-spread", "failed", "orphaned", "invalid", "damaged", "filtered"]
 DROP_REASONS: tuple[str, ...] = get_args(DropReason)
+GETS_AT_ONCE = 32
 
 
 class Fenced(Exception):
     """Another trainer has taken this run over: stop, write nothing more."""
+
+
+class Hopeless(Exception):
+    """Training cannot go on, and a restart would come to the same point."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +169,36 @@ class TrainerLog:
     async def _read(self, position: int) -> Record | None:
         found = await self.storage.get(_key(position))
         return decode(found.data) if found else None
+
+
+async def records(storage: Storage) -> list[Record]:
+    """The whole log. Raises ValueError for what is no record, Corrupted, StorageError."""
+    found: list[Record] = []
+    while True:
+        keys = [_key(len(found) + number) for number in range(GETS_AT_ONCE)]
+        objects = await asyncio.gather(*(storage.get(key) for key in keys))
+        there = list(itertools.takewhile(lambda each: each is not None, objects))
+        found += [decode(each.data) for each in there if each is not None]
+        if len(there) < GETS_AT_ONCE:
+            return found
+
+
+def surviving(log: Iterable[Record]) -> dict[int, Plan]:
+    """Step → its plan, ascending, without what was withdrawn; a later plan of a step replaces an earlier one, whose
+    lineage was abandoned."""
+    plans: dict[int, Plan] = {}
+    for record in log:
+        if isinstance(record, Plan):
+            plans[record.step] = record
+        elif isinstance(record, Withdraw) and record.step in plans:
+            plans[record.step] = plans[record.step].without(record)
+    return dict(sorted(plans.items()))
+
+
+def ended(log: Iterable[Record]) -> Stop | None:
+    """The last stop record, unless a trainer took over after it."""
+    ends = [record for record in log if isinstance(record, Stop | Takeover)]
+    return ends[-1] if ends and isinstance(ends[-1], Stop) else None
 
 
 def encode(record: Record) -> bytes:

@@ -87,6 +87,13 @@ POOLS: dict[str, list[Any]] = (
         "spec.model.uri": ["hf://a/b", "s3://models/x", "file:///m", "hf://a", "--option"],
         "spec.model.revision": ["main", Plain("1.0"), Plain("2025-09-01")],
         "spec.model.trustRemoteCode": [Plain("true"), Plain("yes"), "true"],
+        "spec.data": [
+            {"replayFrom": {"uri": "s3://team-a/b", "where": "reward > 0.5"}},
+            {"replayFrom": {"uri": "s3://team-a/../b"}},
+            {"replayFrom": {"uri": "s3://team-a/b"}, "sets": []},
+            {"replayFrom": Plain("~"), "sets": []},
+        ],
+        "spec.data.replayFrom": [{"uri": "s3://team-a/miles/b"}, {"where": "reward > 0.5"}, Plain("~")],
         "spec.data.sets": [
             [{"generator": "reasoning-gym/a"}, {"generator": "reasoning-gym/a"}],
             [{"generator": "reasoning-gym/a"}, {"generator": "reasoning-gym/b"}],

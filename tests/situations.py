@@ -112,7 +112,8 @@ class Story:
         attempt = max(int(name.rpartition("-")[2]) for kind, name in self.children if kind == "Job")
         if not self.pods:
             self.run_trainer(attempt)
-        self.run_workers(self.workers()["spec"]["replicas"])
+        if ("Deployment", "arithmetic-rollout") in self.children:
+            self.run_workers(self.workers()["spec"]["replicas"])
         self.report = {"phase": "training", "step": step, "version": [1, step]}
         self.look(seconds)
         return self.look()

@@ -2,6 +2,7 @@
 
 Known differences, all on the strict side of the command line unless said otherwise:
 - the size of a job and of its free parameters, which CEL cannot see;
+- what data.replayFrom.where says, whose grammar CEL does not know;
 - a key given twice (kubectl takes the last one in silence), tags other than those of JSON's types (kubectl reads them
   as strings), what follows `...` (kubectl passes it over), a file above 1 MiB;
 - metadata that the server keeps itself (finalizers, ownerReferences …) is checked by the server alone;
@@ -68,6 +69,7 @@ def agree(judge: Judge, file: pathlib.Path, text: str) -> bool:
     except manifest.Invalid as error:
         jobs, refusal = [], str(error)
     stored, reason = judge.verdict(text)
+    assume(not stored or "spec.data.replayFrom.where" not in refusal)
     assert bool(jobs) == bool(stored), f"command line: {refusal or 'valid'}\nserver: {reason or 'created'}"
     for job, item in zip(jobs, stored, strict=True):
         read, faults = manifest.check(item)

@@ -10,7 +10,7 @@ from operators.children import children
 from operators.names import child_name
 from operators.resolve import Platform
 from operators.spec import RLJob
-from pipeline.config import RunConfig
+from pipeline.config import ReplayConfig, RunConfig
 from pipeline.rollout import LEAVE_S
 from tests.test_spec import EVERYTHING, job
 
@@ -49,6 +49,23 @@ def only(job: RLJob, kind: str, component: str, platform: Platform = CLUSTER) ->
 def container(job: RLJob, kind: str, component: str, name: str, platform: Platform = CLUSTER) -> dict:
     pod = only(job, kind, component, platform)["spec"]["template"]["spec"]
     return next(entry for entry in [*pod["initContainers"], *pod["containers"]] if entry["name"] == name)
+
+
+STORED = {"data": {"replayFrom": {"uri": "s3://team-a/miles/default/a/1", "where": "reward > 0.5"}}}
+
+
+def test_a_job_that_trains_stored_samples_has_no_workers():
+    found = built(job(**STORED))
+    assert {kind for kind, _ in found} == {"NetworkPolicy", "ConfigMap", "Service", "Job"}
+    read = RunConfig.model_validate_json(found["ConfigMap", "arithmetic-config"]["data"]["run.json"])
+    assert read.data.replay_from == ReplayConfig(uri="s3://team-a/miles/default/a/1", where="reward > 0.5")
+    assert (read.data.sets, read.rewards) == ([], [])
+
+
+def test_on_one_machine_such_a_job_has_all_cores_for_its_trainer():
+    stored = job(data={"replayFrom": {"uri": "file://./a"}}, model={"uri": "file:///m"})
+    assert env(trainer(stored, CPU))["OMP_NUM_THREADS"] == "4"
+    assert config(stored, CPU).data.replay_from == ReplayConfig(uri="file:///home/me/jobs/a")
 
 
 def vllm(job: RLJob, platform: Platform = CLUSTER) -> dict:

@@ -43,11 +43,10 @@ def test_validate_checks_every_file_and_fails_for_one_that_is_broken(minimal, ca
 
 
 def test_validate_accepts_what_is_not_built_yet_and_says_so(tmp_path, capsys):
-    path = tmp_path / "resumed.yaml"
-    path.write_text(MINIMAL.replace("  data:\n", "  data:\n    replayFrom: s3://team-a/miles/default/a/1\n"))
+    path = tmp_path / "queued.yaml"
+    path.write_text(MINIMAL.replace("metadata:\n", "metadata:\n  labels: {kueue.x-k8s.io/queue-name: a}\n"))
     assert cli.main(["validate", str(path)]) == 0
-    told = f"{path}: spec.data.replayFrom: not built yet: write prompts as data.sets"
-    assert f"{told}; no run can start" in capsys.readouterr().out
+    assert 'queue-name"]: not built yet: the job does not wait in a queue' in capsys.readouterr().out
 
 
 def test_broken_files_give_exit_code_2_and_no_traceback_in_a_real_process():

@@ -32,14 +32,14 @@ def test_the_operator_loads_neither_torch_nor_vllm():
 def test_the_operator_sees_only_the_contracts_of_the_data_plane():
     registries = {f"pipeline.{name}.registry" for name in ("algorithms", "environments", "rewards")}
     seen = {name for name in loaded("operators") if name.startswith("pipeline.")}
-    assert seen <= {"pipeline.config", *registries, *(name.rpartition(".")[0] for name in registries)}
+    assert seen <= {"pipeline.config", "pipeline.where", *registries, *(name.rpartition(".")[0] for name in registries)}
 
 
 def test_the_command_line_starts_without_packages_of_any_extra():
     assert not loaded("operators.cli") & {"kopf", "kubernetes", "rich", "aiohttp", "numpy", "pyarrow"}
 
 
-@pytest.mark.parametrize("module", ["pipeline.config", "pipeline.algorithms.registry"])
+@pytest.mark.parametrize("module", ["pipeline.config", "pipeline.where", "pipeline.algorithms.registry"])
 def test_the_contracts_need_nothing_but_pydantic(module):
     assert not loaded(module) & {*HEAVY, "numpy", "pyarrow", "aiohttp", "yaml"}
 

@@ -162,9 +162,9 @@ def test_two_jobs_in_one_file_cannot_be_run_as_one(write):
 
 
 def test_a_job_that_this_release_cannot_run_is_refused_but_valid(write):
-    path = write(MINIMAL.replace("  data:\n", "  data:\n    replayFrom: s3://team-a/miles/default/a/1\n"))
+    path = write(MINIMAL.replace("spec:\n", "spec:\n  suspend: true\n"))
     assert manifest.load(path)
-    with pytest.raises(manifest.Invalid, match=r"spec\.data\.replayFrom: not built yet: write prompts as"):
+    with pytest.raises(manifest.Invalid, match=r"spec\.suspend: only in a cluster: set it to false"):
         manifest.load_to_run(path)
 
 

@@ -1,5 +1,6 @@
 """pipeline.plan: what it predicts is what the trainer then takes, and what it says of a job is right."""
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -8,7 +9,7 @@ import transformers
 
 from pipeline import batching, distributed
 from pipeline.algorithms.registry import ALGORITHMS
-from pipeline.config import RunConfig
+from pipeline.config import DataConfig, ReplayConfig, RunConfig
 from pipeline.learner import Learner
 from pipeline.plan import estimate, planner
 from pipeline.plan.estimate import Attention
@@ -210,6 +211,14 @@ async def test_a_plan_needs_the_models_configuration_and_nothing_else(config):
     assert "all weights of a model of 0.00 billion parameters, 1 × 4 training processes, 2 servers × 2, H100" in page
     assert "of 80: fits" in page
     assert "at 2 a device and hour" in page
+
+
+async def test_a_job_that_trains_stored_samples_is_planned_without_servers(config):
+    stored = config.model_copy(update={"data": DataConfig(sets=[], replay_from=ReplayConfig(uri="s3://a/b"))})
+    page, fits = await planner.plan(stored, dataclasses.replace(machines(), servers=0), None, 2.0)
+    assert fits
+    assert "1 × 4 training processes, stored samples, H100" in page
+    assert not {"generation", "vLLM", "requests"} & set(page.replace("\n", " ").split())
 
 
 async def test_without_a_configuration_within_reach_the_remedy_is_named(config, monkeypatch):

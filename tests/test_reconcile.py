@@ -51,6 +51,16 @@ def test_a_new_job_gets_all_children_and_all_conditions_in_the_first_pass():
     assert story.told == [("Normal", "Starting")]
 
 
+def test_a_job_that_trains_stored_samples_is_ready_without_workers_and_its_limits_run():
+    story = training(data={"replayFrom": {"uri": "s3://team-a/miles/default/a/1"}})
+    assert {kind for kind, _ in story.children} == {"NetworkPolicy", "ConfigMap", "Service", "Job"}
+    assert story.condition("RolloutReady") == ("True", "NothingGenerated")
+    assert story.condition("Ready") == ("True", "Training")
+    assert story.status["rollout"]["summary"] == "0/0"
+    story.look(4000)
+    assert story.condition("Failed") == ("True", "NoProgress")
+
+
 def test_the_first_step_makes_it_ready(story):
     assert story.condition("Ready") == ("True", "Training")
     assert story.condition("Reconciling") == ("False", "AsSpecified")
@@ -221,9 +231,9 @@ def test_a_name_held_by_another_is_told_and_nothing_is_applied():
 
 INVALID = {
     "a rule": ({"algorithm": {"type": "grpo", "totalSteps": 2, "groupSize": 1}}, "groupSize"),
-    "not built": (
-        {"data": {"sets": [{"generator": "reasoning-gym/chain_sum"}], "replayFrom": "s3://team-a/miles/a"}},
-        "not built yet",
+    "a condition": (
+        {"data": {"replayFrom": {"uri": "s3://team-a/miles/a", "where": "reword > 1"}}},
+        "no column reword",
     ),
     "no cluster": ({"store": {"uri": "file:///tmp/store"}}, "pods share no folder"),
     "unknown field": ({"colour": "red"}, "colour"),

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from pipeline import replay
+from pipeline import archive, metrics, replay, weights
+from pipeline.versions import Version
 from tests.test_trainer import configure, one_thread, storage_of, tiny, train, worker  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one rank
@@ -25,6 +26,39 @@ def run(tmp_path_factory, tiny):  # noqa: F811
         train(config)
     (folder / "run.json").write_text(config.model_dump_json())
     return folder
+
+
+def figures(config) -> list[dict]:
+    """What of each step is no matter of the machine."""
+    elsewhere = (*replay.ELSEWHERE, "time", "term")
+    return [
+        {name: value for name, value in row.items() if not name.startswith(elsewhere)}
+        for row in asyncio.run(metrics.stored(storage_of(config)))
+    ]
+
+
+def test_a_run_trained_again_from_the_stored_samples_of_another_has_its_figures_and_no_worker(
+    run,
+    tiny,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
+    first = configure(run, tiny)
+    content = json.dumps({"config": first.model_dump(mode="json")}).encode()
+    asyncio.run(storage_of(first).put("run.json", content))
+    data = {"sets": [], "replay_from": {"uri": first.store.uri}}
+    second = configure(tmp_path, tiny, "again", data=data, rewards=[])
+    asyncio.run(archive.check(second))
+    train(second)
+    assert figures(second) == figures(first)
+    assert len(figures(second)) == STEPS
+    kept = {info.key.split("/")[0] for info in asyncio.run(storage_of(second).list(""))}
+    assert "rollouts" not in kept
+    assert asyncio.run(weights.published(storage_of(second))) == {Version(1, STEPS)}  # nobody loads the others
+    (tmp_path / "run.json").write_text(second.model_dump_json())
+    code, said = replayed(tmp_path, 5, monkeypatch, capsys)
+    assert code == 0, said
 
 
 def replayed(folder, step, monkeypatch, capsys, *options):

@@ -140,10 +140,33 @@ def test_only_what_is_used_and_not_built_is_noticed():
     }
 
 
+STORED = {"replayFrom": {"uri": "s3://team-a/miles/default/a/1", "where": "reward > 0.5"}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "paths"),
+    [
+        ({"data": STORED}, []),
+        ({"data": {}}, ["spec.data"]),
+        ({"data": STORED | {"sets": [{"generator": "reasoning-gym/chain_sum"}]}}, ["spec.data"]),
+        ({"data": STORED, "rewards": [{"name": "a", "library": "math-verify"}]}, ["spec.rewards"]),
+        ({"data": STORED, "environment": {"library": "reasoning-gym"}}, ["spec.environment"]),
+        (
+            {"data": STORED, "evaluation": {"sets": [{"uri": "s3://data/a.jsonl"}]}},
+            ["spec.evaluation.sets"],
+        ),
+        ({"data": STORED, "output": {"uri": "s3://team-a/miles/default/a/1/m"}}, ["spec.output.uri"] * 2),
+        ({"data": {"replayFrom": {"uri": "s3://team-a/../b"}}}, ["spec.data.replayFrom.uri"]),
+        ({"data": {"replayFrom": {"uri": "s3://team-a/b", "where": "reword > 1"}}}, ["spec.data.replayFrom.where"]),
+    ],
+)
+def test_stored_samples_stand_in_for_prompts_rewards_and_evaluation(spec, paths):
+    assert [schema.dotted(path) for path, _ in rules.broken(job(**spec))] == paths
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("data", {"sets": [{"generator": "reasoning-gym/chain_sum"}], "replayFrom": "s3://team-a/miles/default/a/1"}),
         ("suspend", True),
     ],
 )
@@ -251,9 +274,8 @@ def test_explain_goes_through_lists_and_names_what_is_required():
     assert "spec <Object> (required)" in explain.explain("")
 
 
-def test_explain_says_where_relative_files_start_and_what_is_not_built():
+def test_explain_says_where_relative_files_start():
     assert "starts at the folder of the file that holds the spec" in " ".join(explain.explain("spec.store.uri").split())
-    assert "not built yet" in explain.explain("spec.data.replayFrom")
 
 
 def test_explain_suggests_the_field_that_was_meant():

@@ -38,7 +38,6 @@ spec:
     secretRef: {name: marked-model-secret}
   data:
     systemPrompt: marked-prompt
-    replayFrom: s3://marked/replay
     sets:
       - name: marked-set
         uri: s3://marked/set.jsonl
@@ -193,6 +192,15 @@ def free_texts(node: dict, path: tuple[str, ...] = ()) -> Iterator[str]:
 
 MARKED_VALUE = yaml.safe_load(MARKED)
 MARKED_JOB = RLJob.model_validate(MARKED_VALUE)
+REPLAY_VALUE = {
+    **MARKED_VALUE,
+    "spec": {
+        **MARKED_VALUE["spec"],
+        "data": {"replayFrom": {"uri": "s3://marked/replay", "where": "set = 'marked-filter'"}},
+    },
+}
+"""What has no place beside prompts."""
+REPLAY_JOB = RLJob.model_validate(REPLAY_VALUE)
 
 
 def pods_of(found: list[dict]) -> list[dict]:
@@ -200,8 +208,15 @@ def pods_of(found: list[dict]) -> list[dict]:
 
 
 def test_the_marked_job_sets_every_field_that_takes_text():
-    set_ones = {path for path, _ in texts(MARKED_VALUE, schema.tree())}
+    set_ones = {path for value in (MARKED_VALUE, REPLAY_VALUE) for path, _ in texts(value, schema.tree())}
     assert set(free_texts(schema.tree())) - set_ones == set()
+
+
+def test_stored_samples_reach_run_json_alone():
+    found = children(REPLAY_JOB, run_id="run", platform=CLUSTER)
+    shown = json.dumps([child for child in found if child["kind"] != "ConfigMap"])
+    assert "marked/replay" not in shown
+    assert "marked-filter" not in shown
 
 
 def test_no_field_reaches_a_child_but_those_thought_about():

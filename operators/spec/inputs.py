@@ -19,12 +19,12 @@ from operators.spec.fields import (
     SignedRate,
     StoreUri,
     Url,
-    not_built,
     text,
 )
 from operators.spec.pods import Resources
 from pipeline.environments.registry import LIBRARY as ENVIRONMENTS
 from pipeline.rewards.registry import LIBRARY
+from pipeline.where import LONGEST
 
 _GENERATOR = text(128, "reasoning-gym/[a-z][a-z0-9_]*", "write reasoning-gym/task, such as reasoning-gym/chain_sum")
 _FUNCTION = text(
@@ -114,17 +114,30 @@ class EvaluationSet(PromptSource):
     """Use the first so many prompts only. Default: all of a file; a generator needs a limit."""
 
 
-class Data(Model):
-    """The prompts to train on."""
+class Replay(Model):
+    """The stored samples of a run that is over."""
 
-    sets: Annotated[list[PromptSet], Field(min_length=1, max_length=32)]
+    uri: StoreUri
+    """Prefix of that run in the same store: <root>/<namespace>/<name>/<run id>. It is only read. What it has trained is
+    trained again, in its order, and from the beginning when it is used up. groupSize and sampling.temperature must be
+    that run's."""
+    where: Annotated[str, text(LONGEST)] | None = None
+    """Which samples take part, as SQL says it behind WHERE: reward > 0.5 and set = 'sums' and len(completion_ids) < 99.
+    A group of which none does is passed over. Default: all."""
+
+
+class Data(Model):
+    """What to train on: prompts, or samples that another run has stored; exactly one of sets and replayFrom."""
+
+    sets: Annotated[list[PromptSet], Field(max_length=32)] = []
     """One or more sets; each prompt is drawn from one of them by weight."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the order of prompts, which is the same in every run with the same seed and sets."""
     system_prompt: Annotated[str, text(16_384)] | None = None
     """System message put before every prompt. Default: none but what the chat template brings."""
-    replay_from: Annotated[StoreUri | None, not_built("write prompts as data.sets")] = None
-    """Store prefix of an earlier run whose prompts and completions are used again."""
+    replay_from: Replay | None = None
+    """Samples that are trained again. Nothing is generated then: there are no workers, no rewards and no evaluation,
+    and the stored log-probabilities stand for the policy that sampled, which algorithm.correction makes up for."""
 
 
 class ConfigMapSource(Model):

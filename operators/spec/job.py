@@ -42,7 +42,7 @@ class RLJobSpec(Model):
     model: ModelSource
     """The base model."""
     data: Data
-    """The prompts."""
+    """The prompts, or stored samples."""
     environment: Environment | None = None
     """What the policy acts in, over several turns. Default: a completion is the whole answer to its prompt."""
     rewards: Annotated[list[Reward], Field(max_length=16)] = []
@@ -66,6 +66,11 @@ class RLJobSpec(Model):
     """Where the pods run."""
     run_policy: RunPolicy = RunPolicy()
     """Limits of the job as a whole."""
+
+    @property
+    def workers(self) -> int:
+        """Rollout workers that the job has while it runs."""
+        return 0 if self.data.replay_from else self.rollout.replicas
 
 
 class RLJob(Model):

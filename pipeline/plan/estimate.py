@@ -116,9 +116,11 @@ def rollout(config: RunConfig, machines: Machines, parameters: int, attention: A
     )
 
 
-def advice(config: RunConfig, machines: Machines, training: TrainerEstimate, serving: RolloutEstimate) -> list[str]:
-    """What to change in the RLJob so that it fits; nothing if it does."""
-    return _for_trainer(config, machines, training) + _for_rollout(machines, serving)
+def advice(
+    config: RunConfig, machines: Machines, training: TrainerEstimate, serving: RolloutEstimate | None
+) -> list[str]:
+    """What to change in the RLJob so that it fits; nothing if it does. `serving` is None where nothing is generated."""
+    return _for_trainer(config, machines, training) + (_for_rollout(machines, serving) if serving else [])
 
 
 def _for_trainer(config: RunConfig, machines: Machines, training: TrainerEstimate) -> list[str]:

@@ -28,9 +28,10 @@ async def plan(config: RunConfig, machines: Machines, given: str | None, price: 
         took = _rehearse(stated, machines)
         attention = _attention(folder, config.model.trust_remote_code)
     training = estimate.trainer(machines, took, **share(stated, _longest(config), machines.ranks))
-    serving = estimate.rollout(config, machines, took.parameters, attention)
+    generates = config.data.replay_from is None
+    serving = estimate.rollout(config, machines, took.parameters, attention) if generates else None
     page = text.render(config, machines, took, training, serving, price)
-    return page, training.fits and serving.fits
+    return page, training.fits and (serving is None or serving.fits)
 
 
 async def _model(config: RunConfig, given: str | None, scratch: pathlib.Path) -> pathlib.Path:

@@ -17,11 +17,12 @@ def render(
     machines: Machines,
     took: Rehearsal,
     training: TrainerEstimate,
-    serving: RolloutEstimate,
+    serving: RolloutEstimate | None,
     price: float | None,
 ) -> str:
-    """`price` of one device for an hour, in any currency."""
-    lines = [*_head(config, machines, took), "", *_trainer(training), "", *_rollout(machines, serving), ""]
+    """`price` of one device for an hour, in any currency; `serving` is None where nothing is generated."""
+    lines = [*_head(config, machines, took), "", *_trainer(training), ""]
+    lines += [*_rollout(machines, serving), ""] if serving else []
     lines += _time(config, machines, training, serving, price)
     found = estimate.advice(config, machines, training, serving)
     if found:
@@ -32,10 +33,10 @@ def render(
 def _head(config: RunConfig, machines: Machines, took: Rehearsal) -> Iterator[str]:
     lora = config.trainer.lora
     kind = f"a LoRA adapter of rank {lora.rank}" if lora else "all weights"
+    servers = f"{machines.servers} servers × {machines.devices_per_server}" if machines.servers else "stored samples"
     yield (
         f"{config.name}: {kind} of a model of {took.parameters / 1e9:.2f} billion parameters, "
-        f"{machines.nodes} × {machines.processes_per_node} training processes, {machines.servers} servers × "
-        f"{machines.devices_per_server}, {machines.device.name}"
+        f"{machines.nodes} × {machines.processes_per_node} training processes, {servers}, {machines.device.name}"
     )
 
 
@@ -59,9 +60,13 @@ def _rollout(machines: Machines, serving: RolloutEstimate) -> Iterator[str]:
 
 
 def _time(
-    config: RunConfig, machines: Machines, training: TrainerEstimate, serving: RolloutEstimate, price: float | None
+    config: RunConfig,
+    machines: Machines,
+    training: TrainerEstimate,
+    serving: RolloutEstimate | None,
+    price: float | None,
 ) -> Iterator[str]:
-    step_s = max(training.step_s, serving.step_s)
+    step_s = max(training.step_s, serving.step_s if serving else 0.0)
     hours = step_s * config.algorithm.total_steps / HOUR_S
     device = machines.device
     yield "a step, prompts and completions at their longest"
@@ -70,7 +75,8 @@ def _time(
         f"{training.compute_s:.1f} s ({machines.efficiency:.0%} of {device.tflops:g} TFLOP/s), "
         f"network {training.network_s:.1f} s ({machines.network_gbs:g} GB/s)"
     )
-    yield f"  generation   {serving.step_s:8.1f} s  memory {device.bandwidth_gbs:g} GB/s"
+    if serving:
+        yield f"  generation   {serving.step_s:8.1f} s  memory {device.bandwidth_gbs:g} GB/s"
     cost = f", {hours * machines.devices * price:.0f} at {price:g} a device and hour" if price is not None else ""
     yield (
         f"  {config.algorithm.total_steps} steps of the longer one: {hours:.1f} hours, "

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from pipeline import experience, trainer_log
+from pipeline import experience, selection, trainer_log
 from pipeline.config import RunConfig
 from pipeline.messages import evaluation_key
 from pipeline.report import source
@@ -22,6 +22,7 @@ from pipeline.report.source import Document
 from pipeline.storage import Corrupted, Storage
 from pipeline.trainer_log import Plan, Stop, Takeover, Withdraw
 from pipeline.versions import Version
+from pipeline.where import Condition
 
 T = TypeVar("T")
 CONCURRENCY = 32
@@ -79,25 +80,28 @@ async def read(storage: Storage, bounds: Bounds = Bounds()) -> History:
         attempts=_attempts(attempts, omissions),
         metrics=rows,
         evaluations=_evaluations(evaluations, omissions),
-        plans=_plans(log),
+        plans=trainer_log.surviving(log),
         drops=_drops(log),
         quarantined=sum(len(record.quarantined) for record in log if isinstance(record, Plan | Withdraw)),
-        stop=_stop(log),
+        stop=trainer_log.ended(log),
         takeovers=sum(isinstance(record, Takeover) for record in log),
         started=began.modified if began else None,
         omissions=omissions,
     )
 
 
-async def groups(storage: Storage, plan: Plan) -> list[experience.RolloutGroup]:
-    """The groups that `plan` trained, in its order; those whose shard is gone or damaged are left out."""
+async def groups(storage: Storage, plan: Plan, condition: Condition | None = None) -> list[experience.RolloutGroup]:
+    """The groups that `plan` trained, in its order; those whose shard is gone or damaged are left out.
+
+    `storage` is where its shards lie; samples for which `condition` is not true are invalid.
+    """
     keys = sorted({reference.key for reference in plan.groups})
     tables = dict(zip(keys, await _each(keys, lambda key: _table(storage, key)), strict=True))
     found = []
     for reference in plan.groups:
         table = tables[reference.key]
         if table is not None and reference.stop <= table.num_rows:
-            found += experience.rows(table, reference.start, reference.stop)
+            found += experience.rows(selection.narrowed(table, condition), reference.start, reference.stop)
     return found
 
 
@@ -187,26 +191,9 @@ async def _record(storage: Storage, key: str, omissions: list[str]) -> trainer_l
     return record
 
 
-def _plans(log: Iterable[trainer_log.Record]) -> dict[int, Plan]:
-    """A later plan of a step replaces an earlier one: its lineage was abandoned."""
-    plans: dict[int, Plan] = {}
-    for record in log:
-        if isinstance(record, Plan):
-            plans[record.step] = record
-        elif isinstance(record, Withdraw) and record.step in plans:
-            plans[record.step] = plans[record.step].without(record)
-    return dict(sorted(plans.items()))
-
-
 def _drops(log: Iterable[trainer_log.Record]) -> collections.Counter[str]:
     records = [record for record in log if isinstance(record, Plan | Withdraw)]
     return collections.Counter(drop.reason for record in records for drop in record.drops)
-
-
-def _stop(log: Sequence[trainer_log.Record]) -> Stop | None:
-    """The last stop record, unless a trainer took over after it."""
-    ends = [record for record in log if isinstance(record, Stop | Takeover)]
-    return ends[-1] if ends and isinstance(ends[-1], Stop) else None
 
 
 async def _documents(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline import archive
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.algorithms.samples import Samples
 from pipeline.config import RunConfig
@@ -34,10 +35,11 @@ Chosen = list[tuple[RolloutGroup, list[float | None]]]
 async def browse(storage: Storage, config: RunConfig, past: History) -> tuple[dict[str, Any], list[str]]:
     """{trained, evaluated}, each [{step, groups}] for page.js, and what was left out."""
     plans = history.thin(list(past.plans.values()), STEPS)
-    estimator = estimator_of(config)
+    estimator, stored = estimator_of(config), config.data.replay_from is not None
+    shards, condition = archive.shards(config, storage), archive.condition(config)
     trained: list[tuple[int, Chosen]] = []
     for plan in plans:
-        groups = await history.groups(storage, plan)
+        groups = await history.groups(shards, plan, condition)
         if groups:
             trained.append((plan.step, pick(groups, advantages(groups, estimator))))
     evaluated: list[tuple[int, Chosen]] = []
@@ -48,7 +50,8 @@ async def browse(storage: Storage, config: RunConfig, past: History) -> tuple[di
     limit = next((each for each in TEXT_LIMITS if characters(trained + evaluated, each) <= CHARACTERS), TEXT_LIMITS[-1])
     shown = {
         "trained": [
-            {"step": step, "groups": [describe(each, limit, step) for each in chosen]} for step, chosen in trained
+            {"step": step, "groups": [describe(each, limit, None if stored else step) for each in chosen]}
+            for step, chosen in trained
         ],
         "evaluated": [
             {"step": step, "groups": [describe(each, limit) for each in chosen]} for step, chosen in evaluated
@@ -115,7 +118,7 @@ def pick(groups: list[RolloutGroup], estimates: list[list[float | None]]) -> Cho
 
 
 def describe(chosen: tuple[RolloutGroup, list[float | None]], limit: int, step: int | None = None) -> dict[str, Any]:
-    """`step`: the optimizer step that trained the group."""
+    """`step`: the optimizer step that trained the group; None: its samples have no staleness."""
     group, estimates = chosen
     rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
     return {

@@ -31,14 +31,14 @@ def of(config: RunConfig, past: History, delivery: dict[str, Any] | None) -> dic
 
 
 def subtitle(config: RunConfig) -> str:
-    algorithm, lora = config.algorithm, config.trainer.lora
+    algorithm, lora, stored = config.algorithm, config.trainer.lora, config.data.replay_from
     parts = [
         redacted(config.model.uri).removeprefix("hf://").rstrip("/").rsplit("/", 1)[-1],
         algorithm.type,
         f"LoRA rank {lora.rank}" if lora else "full fine-tuning",
         f"{algorithm.prompts_per_step} prompts × {algorithm.group_size} samples a step",
         f"learning rate {algorithm.learning_rate:g}",
-        f"staleness ≤ {algorithm.max_staleness}",
+        f"stored samples of {redacted(stored.uri)}" if stored else f"staleness ≤ {algorithm.max_staleness}",
     ]
     return " · ".join(parts)
 

@@ -52,11 +52,16 @@ __all__ = [
 
 
 def open_storage(
-    uri: str, endpoint: str | None = None, region: str | None = None, clock: Clock | None = None
+    uri: str,
+    endpoint: str | None = None,
+    region: str | None = None,
+    clock: Clock | None = None,
+    read_only: bool = False,
 ) -> Storage:
     """The Storage at s3://bucket/prefix, file:///folder or an absolute path, or memory://name (this process only).
 
-    Raises ValueError for any other URI, StorageError for a folder that cannot be written to.
+    Raises ValueError for any other URI, StorageError for a folder that cannot be written to, or, where it is only to
+    be read, is not there.
     """
     scheme, separator, rest = uri.partition("://")
     if scheme == "s3":
@@ -68,7 +73,7 @@ def open_storage(
         return Storage(S3Bucket(bucket, prefix.rstrip("/"), endpoint, region), clock)
     folder = urllib.parse.unquote(rest) if scheme == "file" else uri
     if folder.startswith("/") and (scheme == "file" or not separator):
-        return Storage(LocalBucket(folder), clock)
+        return Storage(LocalBucket(folder, read_only), clock)
     if scheme == "memory" and rest:
         return Storage(MemoryBucket.named(rest, clock or SystemClock()), clock)
     raise ValueError(f"store {uri!r} is neither s3://bucket/prefix nor file:///folder")

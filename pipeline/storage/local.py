@@ -39,12 +39,19 @@ PASSING = {errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EAGAIN, errno.EIO, er
 
 
 class LocalBucket:
-    def __init__(self, root: str):
-        """Open the folder `root`, made if missing; raises StorageError if it cannot be written to."""
+    def __init__(self, root: str, read_only: bool = False):
+        """Open the folder `root`, made if missing; raises StorageError if it cannot be written to.
+
+        `read_only`: it must be there, and nothing is written to it.
+        """
         self.root = os.path.realpath(root)
         self.name = pathlib.Path(self.root).as_uri()
         self._temporary = os.path.join(self.root, HIDDEN, "temporary")
         self._locks = os.path.join(self.root, HIDDEN, "locks")
+        if read_only:
+            if not os.path.isdir(self.root):
+                raise StorageError(f"{self.name}: there is no such folder")
+            return
         try:
             os.makedirs(self._temporary, exist_ok=True)
             os.makedirs(self._locks, exist_ok=True)

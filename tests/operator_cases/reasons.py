@@ -42,6 +42,15 @@ def a_job_on_its_way_to_training(scene: Scene) -> None:
     scene.until_event("Training")
 
 
+@case(reason("NothingGenerated"))
+def a_job_that_trains_stored_samples_has_no_workers(scene: Scene) -> None:
+    scene.create(data={"replayFrom": {"uri": "s3://team-a/miles/default/a/1"}})
+    scene.until_told("RolloutReady", "NothingGenerated", "True")
+    scene.train()
+    scene.until_told("Ready", "Training", "True")
+    assert scene.pods(component="rollout") == []
+
+
 @case(reason("RollingOut"))
 def workers_are_replaced_one_by_one(scene: Scene) -> None:
     scene.create(rollout={"replicas": 2})
