@@ -139,6 +139,37 @@ def test_export_holds_the_trained_samples_in_the_order_of_the_steps(run, tmp_pat
     assert rows[0]["rewards"] == {"sum": 0.0}
 
 
+def test_head_stats_and_export_take_the_samples_that_a_condition_chooses(run, tmp_path, capsys):
+    assert command.main(["head", run, "--where", "reward = 1 and index < 3", "-n", "1"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 2
+    assert shown[1].startswith("  1: reward 1")
+    assert command.main(["stats", run, "--where", "reward = 1"]) == 0
+    said = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert (said["samples"], said["reward"]) == ("4 of 8", "1.0000 mean")
+    file = tmp_path / "samples.parquet"
+    assert command.main(["export", run, str(file), "--where", "reward = 1 and not index = 2"]) == 0
+    table = pq.read_table(file)
+    assert sorted(table["index"].to_pylist()) == [0, 1, 3]
+    assert set(table["reward"].to_pylist()) == {1.0}
+
+
+@pytest.mark.parametrize("verb", ["head", "stats", "export"])
+def test_a_condition_that_is_none_is_refused_with_its_place(run, verb, tmp_path, capsys):
+    file = [str(tmp_path / "samples.parquet")] if verb == "export" else []
+    with pytest.raises(SystemExit) as ended:
+        command.main([verb, run, *file, "--where", "reword > 1"])
+    assert ended.value.code == 2
+    assert "argument --where: character 1: there is no column reword" in capsys.readouterr().err
+
+
+def test_a_condition_that_chooses_nothing_says_so(run, tmp_path, capsys):
+    assert command.main(["export", run, str(tmp_path / "samples.parquet"), "--where", "reward > 7"]) == 2
+    assert "no trained sample is like that" in capsys.readouterr().err
+    assert command.main(["stats", run, "--where", "reward > 7"]) == 0
+    assert "0 of 8" in capsys.readouterr().out
+
+
 def test_export_leaves_out_what_is_damaged_and_says_so(run, tmp_path, capsys):
     damaged = next(key for key in sorted(keys(run)) if key.startswith("rollouts/"))
     tmp_path.joinpath("store/default/sums/r1", damaged).write_bytes(b"rot")

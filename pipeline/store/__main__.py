@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 try:
+    from pipeline import where
     from pipeline.report import source
     from pipeline.storage import ObjectInfo, Storage, StorageError, exists, open_storage
     from pipeline.storage.check import examine
     from pipeline.store import garbage, samples, speed
+    from pipeline.where import Condition
 except ModuleNotFoundError as missing:
     print(f"miles store: needs {missing.name}, which is not installed: pip install 'miles[rollout]'", file=sys.stderr)
     sys.exit(2)
@@ -48,9 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     command("ls", ls, "what lies directly below a prefix, with the number of objects and their size", PLACE)
     head = command("head", head_, "the samples that were written last", RUN)
     head.add_argument("-n", type=_positive, default=3, metavar="N", help="how many groups (default 3)")
-    command("stats", stats, "how much a run has generated, trained and dropped", RUN)
+    stats_ = command("stats", stats, "how much a run has generated, trained and dropped", RUN)
     export = command("export", export_, "the trained samples in the order of the steps, as one file", RUN)
     export.add_argument("file", metavar="FILE", help="a name that ends in .parquet or .jsonl")
+    for added in (head, stats_, export):
+        added.add_argument(
+            "--where", type=_condition, metavar="SQL", help="only samples like that: \"reward > 0.5 and set = 'sums'\""
+        )
     gc = command("gc", gc_, "delete what a run that is over needs no more", RUN)
     gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted, of a live run, too")
     gc.add_argument(
@@ -63,6 +69,13 @@ def _positive(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return int(text)
+
+
+def _condition(text: str) -> Condition:
+    try:
+        return where.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 async def check(options: Any) -> int:
@@ -112,21 +125,21 @@ def _existing(uri: str) -> Storage:
 
 async def head_(options: Any) -> int:
     storage, _, _ = await source.open_run(options.uri)
-    for line in await samples.newest(storage, options.n):
+    for line in await samples.newest(storage, options.n, options.where):
         print(line)
     return 0
 
 
 async def stats(options: Any) -> int:
     storage, config, _ = await source.open_run(options.uri)
-    for name, value in await samples.statistics(storage, config):
+    for name, value in await samples.statistics(storage, config, options.where):
         print(f"{name:24}{value}")
     return 0
 
 
 async def export_(options: Any) -> int:
-    storage, _, _ = await source.open_run(options.uri)
-    written = await samples.export(storage, options.file)
+    storage, config, _ = await source.open_run(options.uri)
+    written = await samples.export(storage, config, options.file, options.where)
     print(f"{options.file}: {written.samples:,} samples of {written.steps} steps")
     for omission in written.omissions:
         print(omission, file=sys.stderr)

@@ -14,45 +14,61 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import experience
+from pipeline import archive, experience, selection
+from pipeline.archive import Shelf
 from pipeline.config import RunConfig
 from pipeline.experience import Damaged, RolloutGroup
 from pipeline.messages import SHARDS_FOLDER
 from pipeline.report import history
 from pipeline.storage import Corrupted, Storage
 from pipeline.trainer_log import Plan
+from pipeline.where import Condition
 
 WIDTH = 200
 """Characters of a text that are shown."""
 MOST_SHARDS = 200
 """Read for statistics, evenly spread."""
-CACHED = 8
-"""Shards in memory: a step takes from a few, and the next one from the same."""
 RECORDS = 10_000_000
 """Of the trainer's log: all."""
 
 
-async def newest(storage: Storage, count: int) -> list[str]:
-    """The last `count` groups, newest shard first, as lines. Raises ValueError if there are none."""
+async def newest(storage: Storage, count: int, condition: Condition | None = None) -> list[str]:
+    """The last `count` groups, newest shard first, as lines: those of their samples for which `condition` is true.
+
+    Raises ValueError if there are none.
+    """
     lines: list[str] = []
     for shard in sorted(await storage.list(SHARDS_FOLDER), key=lambda info: info.modified, reverse=True):
         table = await _read(storage, shard.key)
         if isinstance(table, str):
             lines.append(f"{shard.key} is damaged: {_shown(table)}")
             continue
-        for group in experience.rows(table, 0, table.num_rows)[:count]:
-            lines += _lines(group)
+        for group in _groups(table, condition)[:count]:
+            lines += _lines(*group)
             count -= 1
         if count == 0:
             break
     if not lines:
-        raise ValueError("no rollouts have been written yet")
+        raise ValueError("no sample is like that" if condition else "no rollouts have been written yet")
     return lines
 
 
-def _lines(group: RolloutGroup) -> list[str]:
+def _groups(table: pa.Table, condition: Condition | None) -> list[tuple[RolloutGroup, list[int]]]:
+    """The groups with the numbers of the samples for which `condition` is true, where there are any."""
+    wanted = np.ones(table.num_rows, np.bool_) if condition is None else selection.matching(table, condition)
+    found, row = [], 0
+    for group in experience.rows(table, 0, table.num_rows):
+        numbers = np.flatnonzero(wanted[row : row + len(group.rollouts)]).tolist()
+        row += len(group.rollouts)
+        if numbers:
+            found.append((group, numbers))
+    return found
+
+
+def _lines(group: RolloutGroup, numbers: list[int]) -> list[str]:
     lines = [f"index {group.index} of {_shown(group.set)}: {_shown(group.prompt or '')}"]
-    for number, rollout in enumerate(group.rollouts):
+    for number in numbers:
+        rollout = group.rollouts[number]
         worth = "unscored" if rollout.reward is None else f"reward {rollout.reward:g}"
         fate = f"invalid: {_shown(rollout.invalid)}" if rollout.invalid else rollout.finish_reason
         step, length = rollout.oldest.step if rollout.spans else "?", len(rollout.completion_ids)
@@ -66,8 +82,8 @@ def _shown(text: str) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in short)
 
 
-async def statistics(storage: Storage, config: RunConfig) -> list[tuple[str, str]]:
-    """(name, value)s."""
+async def statistics(storage: Storage, config: RunConfig, condition: Condition | None = None) -> list[tuple[str, str]]:
+    """(name, value)s; those of samples are of the ones for which `condition` is true."""
     past = await history.read(storage, history.Bounds(metrics=1))
     shards = await storage.list(SHARDS_FOLDER)
     drops = ", ".join(f"{reason} {count}" for reason, count in sorted(past.drops.items()))
@@ -82,10 +98,10 @@ async def statistics(storage: Storage, config: RunConfig) -> list[tuple[str, str
         ("damaged shards", f"{past.quarantined}"),
         ("shards", f"{len(shards):,}, {size / 1e6:,.1f} MB"),
     ]
-    return [*rows, *await _figures(storage, [shard.key for shard in shards])]
+    return [*rows, *await _figures(storage, [shard.key for shard in shards], condition)]
 
 
-async def _figures(storage: Storage, keys: list[str]) -> list[tuple[str, str]]:
+async def _figures(storage: Storage, keys: list[str], condition: Condition | None) -> list[tuple[str, str]]:
     chosen = history.thin(sorted(keys), MOST_SHARDS)
     sums, rewards = collections.Counter[str](), []
     for key in chosen:
@@ -93,22 +109,23 @@ async def _figures(storage: Storage, keys: list[str]) -> list[tuple[str, str]]:
         table = _decoded(found.data) if found else None
         if found is None or table is None or isinstance(table, str):
             continue
-        lengths = np.diff(experience.ragged(table, "completion_ids").offsets)
-        prompts = np.diff(experience.ragged(table, "prompt_ids").offsets)
+        sums["read"] += table.num_rows
+        sums["stored"] += sum(len(experience.ragged(table, name).values) for name in ("completion_ids", "prompt_ids"))
+        sums["bytes"] += len(found.data)
+        table = selection.rows(table, condition).combine_chunks()
         rewards.append(table["reward"].to_numpy())
         sums["samples"] += table.num_rows
-        sums["tokens"] += int(lengths.sum())
-        sums["stored"] += int(lengths.sum() + prompts.sum())
-        sums["bytes"] += len(found.data)
+        sums["tokens"] += len(experience.ragged(table, "completion_ids").values)
         sums["invalid"] += table.num_rows - table["invalid"].null_count
         sums["truncated"] += table["finish_reason"].to_pylist().count("length")
     count = sums["samples"]
+    of_all = f" of {sums['read']:,}" if condition else ""
     if not count:
-        return []
+        return [("samples", f"0{of_all}")] if condition else []
     scored = np.concatenate(rewards)
     scored = scored[np.isfinite(scored)]
     return [
-        ("samples", f"{count:,}" + (f" in {len(chosen)} of the shards" if len(chosen) < len(keys) else "")),
+        ("samples", f"{count:,}{of_all}" + (f" in {len(chosen)} of the shards" if len(chosen) < len(keys) else "")),
         ("completion tokens", f"{sums['tokens']:,}, {sums['tokens'] / count:.1f} a sample"),
         ("bytes a token", f"{sums['bytes'] / max(1, sums['stored']):.2f}, prompts counted"),
         ("reward", f"{scored.mean():.4f} mean" if len(scored) else "none"),
@@ -146,8 +163,9 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-async def export(storage: Storage, file: str) -> Written:
-    """Write the trained samples, a column `step` before their own, through a temporary file.
+async def export(storage: Storage, config: RunConfig, file: str, condition: Condition | None = None) -> Written:
+    """Write the trained samples for which `condition` is true, a column `step` before their own, through a temporary
+    file.
 
     Raises ValueError for a name that ends in neither .parquet nor .jsonl, and if nothing has been trained.
     """
@@ -155,14 +173,16 @@ async def export(storage: Storage, file: str) -> Written:
     if kind not in SINKS:
         raise ValueError(f"{file}: the name must end in {' or '.join(SINKS)}")
     plans = (await history.read(storage, history.Bounds(metrics=1, records=RECORDS))).plans
+    shelf = Shelf(archive.shards(config, storage))
     written, temporary = Written(), f"{file}.{secrets.token_hex(4)}.partial"
     sink: Sink | None = None
     try:
-        async for table in _trained(storage, plans.values(), written):
+        async for table in _trained(shelf, plans.values(), written, archive.condition(config), condition):
             sink = sink or SINKS[kind](temporary, table.schema)
             sink.write(table)
         if sink is None:
-            raise ValueError("nothing has been trained yet, or its shards have been collected")
+            why = "nothing has been trained yet, or its shards have been collected"
+            raise ValueError("no trained sample is like that" if condition and written.omissions == [] else why)
         sink.close()
         os.replace(temporary, file)
     finally:
@@ -170,24 +190,21 @@ async def export(storage: Storage, file: str) -> Written:
     return written
 
 
-async def _trained(storage: Storage, plans: Iterable[Plan], written: Written) -> AsyncIterator[pa.Table]:
-    """A table a step."""
-    cache: collections.OrderedDict[str, pa.Table | str] = collections.OrderedDict()
+async def _trained(
+    shelf: Shelf, plans: Iterable[Plan], written: Written, own: Condition | None, condition: Condition | None
+) -> AsyncIterator[pa.Table]:
+    """A table a step; `own` is the run's condition on the stored samples that it trains again."""
     for plan in plans:
         parts = []
         for group in plan.groups:
-            if group.key not in cache:
-                cache[group.key] = await _read(storage, group.key)
-                if isinstance(cache[group.key], str):
-                    written.omissions.append(f"step {plan.step}: {cache[group.key]}")
-            cache.move_to_end(group.key)
-            table = cache[group.key]
-            if not isinstance(table, str):
-                parts.append(table.slice(group.start, group.stop - group.start))
-            while len(cache) > CACHED:
-                cache.popitem(last=False)
-        if parts:
-            table = pa.concat_tables(parts)
+            table = await shelf.table(group)
+            if isinstance(table, str):
+                omission = f"step {plan.step}: {table}"
+                written.omissions += [omission] if omission not in written.omissions[-1:] else []
+                continue
+            part = selection.narrowed(table.slice(group.start, group.stop - group.start), own)
+            parts.append(selection.rows(part, condition))
+        if parts and (table := pa.concat_tables(parts)).num_rows:
             written.steps += 1
             written.samples += table.num_rows
             yield table.add_column(0, pa.field("step", pa.int64()), pa.array([plan.step] * table.num_rows, pa.int64()))
