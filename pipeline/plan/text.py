@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from pipeline.config import RunConfig
-from pipeline.plan import estimate
+from pipeline.plan import estimate, requests
 from pipeline.plan.estimate import RolloutEstimate, TrainerEstimate
 from pipeline.plan.machines import Machines
 from pipeline.plan.rehearsal import Rehearsal
@@ -24,6 +24,7 @@ def render(
     lines = [*_head(config, machines, took), "", *_trainer(training), ""]
     lines += [*_rollout(machines, serving), ""] if serving else []
     lines += _time(config, machines, training, serving, price)
+    lines += ["", *_requests(config, machines, training, serving)] if serving else []
     found = estimate.advice(config, machines, training, serving)
     if found:
         lines += ["", "to make it fit, one of these, or several:", *(f"  - {line}" for line in found)]
@@ -57,6 +58,20 @@ def _rollout(machines: Machines, serving: RolloutEstimate) -> Iterator[str]:
     if not serving.fits:
         verdict = "does not fit: no room for one sequence of full length"
     yield f"  {'total':<28}{serving.available_gib:9.2f}  {verdict}"
+
+
+def _requests(
+    config: RunConfig, machines: Machines, training: TrainerEstimate, serving: RolloutEstimate
+) -> Iterator[str]:
+    step_s = max(training.step_s, serving.step_s)
+    waiting = 1 - training.step_s / step_s
+    found = requests.per_million_rollouts(config, machines.servers, machines.ranks, step_s, waiting)
+    idle = requests.idle_worker(config)
+    yield "requests to the store, at most      PUT         GET        LIST"
+    for name, each in (("for a million rollouts", found), ("of an idle worker in an hour", idle)):
+        yield f"  {name:<28}{each.put:11,.0f} {each.get:11,.0f} {each.list:11,.0f}  ${each.dollars:.4g}"
+    prices = ", ".join(f"{kind} {price:g}" for kind, price in requests.PER_MILLION.items())
+    yield f"  dollars a million: {prices} (S3 Standard, us-east-1)"
 
 
 def _time(
