@@ -1,13 +1,15 @@
 """Checkpoints: what a restarted trainer needs to go on exactly where it was, on any number of ranks.
 
 torch.distributed.checkpoint lays the tensors out (each rank writes what it holds, a load reshards); files go
-through a temporary local folder, each rank its own, and MANIFEST.json comes last, from rank 0. The manifest carries
-sizes, checksums, the layout and the trainer's state as JSON, so that nothing from the store is ever unpickled.
+through a temporary local folder, each rank its own, and MANIFEST.json comes last, from rank 0. Only the first part of
+that is collective and holds training up (`stage`); see saver for the rest. The manifest carries sizes, checksums, the
+layout and the trainer's state as JSON, so that nothing from the store is ever unpickled.
 A checkpoint without a manifest does not exist. Older ones are deleted only after the new one has been read back.
 
 Limit: layout and files are those of torch.distributed.checkpoint 2.13's FileSystemWriter.
 """
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -24,7 +26,6 @@ from torch.distributed.checkpoint import metadata as layouts
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from pipeline import distributed
 from pipeline.storage import Storage, StorageError, file_sha256
 from pipeline.trainer_log import Fenced
 from pipeline.versions import Version
@@ -38,6 +39,8 @@ Run = Callable[[Coroutine[Any, Any, T]], T]
 FOLDER = "checkpoints"
 MANIFEST = "MANIFEST.json"
 SCHEMA = 1
+Files = dict[str, dict[str, Any]]
+"""Name → size in bytes, sha256."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,42 +50,56 @@ class Checkpoint:
     """JSON: what is not a tensor (step, coordinator, random states …)."""
     tensors: dict[str, Any]
     """Layout: name → dtype, size and pieces (offsets, sizes, file, position, length)."""
-    files: dict[str, dict[str, Any]]
-    """Name → size in bytes, sha256."""
+    files: Files
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """A checkpoint to be: what this rank holds of it, in files of this machine."""
+
+    version: Version
+    state: dict[str, Any]
+    layout: layouts.Metadata
+    local: tempfile.TemporaryDirectory[str]
 
 
 def folder(version: Version) -> str:
     return f"{FOLDER}/{version}"
 
 
-def save(
-    storage: Storage,
-    run: Run,
-    version: Version,
-    tensors: dict[str, torch.Tensor],
-    state: dict[str, Any],
-    *,
-    read_back: bool = True,
-) -> None:
-    """Write the checkpoint `version`; collective. `tensors` may hold DTensors, named alike on every rank.
+def stage(version: Version, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Staged:
+    """Copy what this rank holds of `tensors` into a local folder; collective. They may change as soon as it returns.
 
-    With `read_back` every rank downloads what it wrote and compares it; raises StorageError if it differs.
+    `tensors` may hold DTensors, named alike on every rank.
     """
-    with tempfile.TemporaryDirectory(prefix="miles-checkpoint-") as local:
-        layout = dcp.save(
-            tensors,
-            storage_writer=dcp.FileSystemWriter(local, sync_files=False),
-            no_dist=not dist.is_initialized(),
-        )
-        own = {path.name: _describe(path) for path in sorted(pathlib.Path(local).glob("*.distcp"))}
-        run(_upload(storage, version, local, list(own)))
-        files = {name: entry for part in distributed.gather(own) for name, entry in part.items()}
-        if distributed.rank() == 0:
-            checkpoint = Checkpoint(version, state, _layout_to_json(layout), files)
-            run(storage.create(f"{folder(version)}/{MANIFEST}", _encode(checkpoint)))
+    local = tempfile.TemporaryDirectory(prefix="miles-checkpoint-", ignore_cleanup_errors=True)
+    layout = dcp.save(
+        tensors,
+        storage_writer=dcp.FileSystemWriter(local.name, sync_files=False),
+        no_dist=not dist.is_initialized(),
+    )
+    return Staged(version, state, layout, local)
+
+
+async def upload(storage: Storage, staged: Staged, *, read_back: bool = True) -> Files:
+    """Write this rank's files to the store and remove them here; no collective. Returns their description.
+
+    With `read_back` they are downloaded and compared; raises StorageError if they differ.
+    """
+    with staged.local as local:
+        paths = sorted(pathlib.Path(local).glob("*.distcp"))
+        files = {path.name: await asyncio.to_thread(_describe, path) for path in paths}
+        for name in files:
+            await storage.put_file(f"{folder(staged.version)}/{name}", os.path.join(local, name))
         if read_back:
-            run(_verify(storage, version, own))
-            distributed.barrier()
+            await _verify(storage, staged.version, files)
+    return files
+
+
+async def complete(storage: Storage, staged: Staged, files: Files) -> None:
+    """Make a checkpoint of the uploaded `files` of all ranks: until now there was none."""
+    checkpoint = Checkpoint(staged.version, staged.state, _layout_to_json(staged.layout), files)
+    await storage.create(f"{folder(staged.version)}/{MANIFEST}", _encode(checkpoint))
 
 
 async def newest(storage: Storage) -> list[Checkpoint]:
@@ -166,12 +183,7 @@ class _Reader(dcp.FileSystemReader):
         return super().read_data(plan, planner)
 
 
-async def _upload(storage: Storage, version: Version, local: str, names: list[str]) -> None:
-    for name in names:
-        await storage.put_file(f"{folder(version)}/{name}", os.path.join(local, name))
-
-
-async def _verify(storage: Storage, version: Version, files: dict[str, dict[str, Any]]) -> None:
+async def _verify(storage: Storage, version: Version, files: Files) -> None:
     with tempfile.TemporaryDirectory(prefix="miles-checkpoint-") as local:
         checkpoint = Checkpoint(version, {}, {}, files)
         await _download(storage, checkpoint, local, sorted(files), keep=False)

@@ -110,8 +110,12 @@ class Lead:
         self.rows.append(row)
         await self.recorder.record(version, row, self.clock.now())
 
-    async def retire_checkpoints(self, newest: Version) -> None:
-        """`newest` is complete and read back: delete what is older than the last few, and the shards only they need."""
+    async def keep_checkpoint(self, newest: Version, proven: bool) -> None:
+        """`newest` is complete. Where it has been read back, too: delete what is older than the last few, and the
+        shards only they need."""
+        self.checkpointed = newest
+        if not proven:
+            return
         oldest = await checkpoint.prune(self.storage, newest, self.config.checkpoint.keep_last)
         if self.config.store.retention == "window":
             await self.coordinator.collect(oldest.state["coordinator"])

@@ -5,7 +5,8 @@ store (see lead), and tells the other ranks the plan. Every rank reads the plan'
 the same for all, and slices by (plan, rank). Nothing may differ between ranks but the slice: whether to stop, to skip
 an update, or which checkpoint is good is agreed before anybody acts on it.
 
-An interrupted step leaves no trace but its plan in the log, which the next incarnation trains again.
+Checkpoints are uploaded while training goes on (see saver). An interrupted step leaves no trace but its plan in the
+log, which the next incarnation trains again.
 """
 
 import concurrent.futures
@@ -34,6 +35,7 @@ from pipeline.lead import Lead
 from pipeline.learner import Interrupted, Learner
 from pipeline.metrics import Row
 from pipeline.parent import end_with_parent
+from pipeline.saver import Saver
 from pipeline.storage import Storage, open_storage
 from pipeline.trainer_log import Fenced, Hopeless, Plan
 from pipeline.versions import Version
@@ -63,7 +65,7 @@ class Trainer:
         self.shards = archive.shards(config, storage)
         self.replayed = archive.replayed(config)
         self.version: Version | None = None
-        self.saved: Version | None = None  # newest checkpoint
+        self.saver = Saver(storage, background, lead.keep_checkpoint if lead else None)
         self.skips = 0
         self._ended = 0.0  # of the last step, by time.perf_counter
 
@@ -74,11 +76,11 @@ class Trainer:
             self._ended = time.perf_counter()
             while version.step < self.config.algorithm.total_steps:
                 version = self._step(version)
-            self._checkpoint(version)
+            self._make_sure(version)
             self._lead("finish", version)
         except Stopped:
             if self.version is not None:
-                self._checkpoint(self.version, read_back=False)
+                self._make_sure(self.version, read_back=False)
             raise
         except ValueError as error:
             if self.version is None:
@@ -95,13 +97,13 @@ class Trainer:
         if good:
             log.info("resumed from checkpoint %s", good.version)
             self.learner.restore(state["learner"])
-            self.skips, self.saved = state["skips"], good.version
+            self.skips, self.saver.saved = state["skips"], good.version
         elif self.config.checkpoint.resume_from:
             self._load_origin()
         term = self._lead("take_over", state.get("coordinator"), step)
         self.version = Version(term, step)
         if self.config.checkpoint.resume_from:
-            self._checkpoint(self.version)  # before anybody generates with it: the other run goes on, or is deleted
+            self._make_sure(self.version)  # before anybody generates with it: the other run goes on, or is deleted
         self._publish(self.version)
         return self.version
 
@@ -132,6 +134,7 @@ class Trainer:
         every = self.config.checkpoint.every_steps
         if every and version.step % every == 0:
             row["perf/checkpoint_s"] = self._checkpoint(version)
+        self.saver.settle()
         if self.lead:
             began, self._ended = self._ended, time.perf_counter()
             row |= {**self.lead.queue(), **_speed(row, waited, self._ended - began)}
@@ -184,21 +187,22 @@ class Trainer:
         return time.perf_counter() - started
 
     def _checkpoint(self, version: Version, read_back: bool = True) -> float:
-        """Save `version` unless that step is saved already; seconds."""
+        """Copy what the checkpoint `version` consists of, to be uploaded while training goes on; seconds."""
         started = time.perf_counter()
-        if self.saved is None or self.saved.step != version.step:
-            self._enter("checkpointing")
-            state: dict[str, Any] = {"skips": self.skips, "learner": self.learner.state()}
-            if self.lead:
-                state["coordinator"] = self.background.run(_called(self.lead.coordinator.state))
-            run, tensors = self.background.run, self.learner.tensors()
-            checkpoint.save(self.storage, run, version, tensors, state, read_back=read_back)
-            self.saved = version
-            if self.lead:
-                self.lead.checkpointed = version
-                if read_back:
-                    run(self.lead.retire_checkpoints(version))
+        self._enter("checkpointing")
+        state: dict[str, Any] = {"skips": self.skips, "learner": self.learner.state()}
+        if self.lead:
+            state["coordinator"] = self.background.run(_called(self.lead.coordinator.state))
+        self.saver.begin(version, self.learner.tensors(), state, read_back=read_back)
         return time.perf_counter() - started
+
+    def _make_sure(self, version: Version, read_back: bool = True) -> None:
+        """Return when the step of `version` is saved, by whatever trainer."""
+        self._enter("checkpointing")
+        self.saver.settle(wait=True)
+        while self.saver.saved is None or self.saver.saved.step != version.step:
+            self._checkpoint(version, read_back)
+            self.saver.settle(wait=True)
 
     # Ranks in lockstep
 
@@ -309,12 +313,13 @@ def _train(config: RunConfig) -> None:
     try:
         trainer.run(device)
     except Stopped:
-        raise Stopped(_where(trainer.saved)) from None
+        raise Stopped(_where(trainer.saver.saved)) from None
     except Hopeless as error:
         if lead:
             background.run(lead.fail(str(error)))
         raise
     finally:
+        trainer.saver.discard()
         if lead:
             background.run(lead.close())
 

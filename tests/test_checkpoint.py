@@ -41,7 +41,9 @@ def tensors(value):
 
 
 def save(store, background, term, step, **options):
-    checkpoint.save(store, background.run, Version(term, step), tensors(step), {"step": step}, **options)
+    staged = checkpoint.stage(Version(term, step), tensors(step), {"step": step})
+    files = background.run(checkpoint.upload(store, staged, **options))
+    background.run(checkpoint.complete(store, staged, files))
 
 
 def newest(store, background):
@@ -211,8 +213,12 @@ RANKS = """
 import sys, torch
 from pipeline import checkpoint, distributed
 from pipeline.background import Background
+from pipeline.saver import Saver
 from pipeline.storage import open_storage
 from pipeline.versions import Version
+
+async def kept(version, proven):
+    pass
 
 uri, action = sys.argv[1:]
 device = distributed.start()
@@ -228,7 +234,9 @@ tensors = {name: value.detach() for name, value in distributed.own_parameters(mo
 tensors["step"] = torch.tensor(3.0 if action == "save" else 0.0)
 background, storage = Background(), open_storage(uri)
 if action == "save":
-    checkpoint.save(storage, background.run, Version(1, 3), tensors, {"step": 3})
+    saver = Saver(storage, background, kept if distributed.rank() == 0 else None)
+    saver.begin(Version(1, 3), tensors, {"step": 3})
+    saver.settle(wait=True)
 else:
     found = distributed.broadcast(background.run(checkpoint.newest(storage)) if distributed.rank() == 0 else None)
     assert checkpoint.load(storage, background.run, found, tensors).state == {"step": 3}

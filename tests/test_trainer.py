@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -25,8 +26,8 @@ from pipeline.config import RunConfig
 from pipeline.lead import Lead
 from pipeline.learner import Interrupted, Learner
 from pipeline.model import attention
-from pipeline.storage import open_storage
-from pipeline.trainer import Hopeless, Stopped, Trainer
+from pipeline.storage import Storage, StorageError, open_storage
+from pipeline.trainer import Hopeless, Stopped, Trainer, _stop_on_signal
 from pipeline.trainer_log import Collect, Fenced, GroupRef, Plan, Stop, Withdraw, decode
 from pipeline.versions import Version
 from tests import fake_worker, models
@@ -257,6 +258,49 @@ def test_a_damaged_newest_checkpoint_costs_steps_but_not_the_result(tmp_path, ti
         next(newest.glob("*.distcp")).write_bytes(b"torn")
         assert_same(trained(train(config)), uninterrupted)
     assert f"checkpoint {newest.name} is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("failures", [0, 1], ids=["slow", "failing once"])
+def test_a_stop_waits_until_the_checkpoint_is_in_the_store(
+    tmp_path, tiny, uninterrupted, monkeypatch, caplog, failures
+):
+    config = configure(tmp_path, tiny)
+    put_file, attempts = Storage.put_file, []
+
+    async def slow(storage, key, path):
+        if key.endswith(".distcp"):
+            attempts.append(key)
+            await asyncio.sleep(0.3)
+            if len(attempts) <= failures:
+                raise StorageError(f"PUT {key}: no answer")
+        return await put_file(storage, key, path)
+
+    with worker(config):
+        monkeypatch.setattr(Storage, "put_file", slow)
+        with pytest.raises(Stopped):
+            train(config, stop_after=2)
+        monkeypatch.undo()
+        assert max(listed(config, "checkpoints")).split("/")[1].endswith("02")
+        assert len(attempts) == 1 + failures
+        assert ("could not be written" in caplog.text) == bool(failures)
+        assert_same(trained(train(config)), uninterrupted)
+
+
+def test_a_stop_that_outlasts_its_grace_ends_without_a_checkpoint_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("MILES_TERMINATION_LOG", f"{tmp_path}/termination")
+    stopping, ended = threading.Event(), []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        _stop_on_signal(stopping, grace_s=0.05)
+        signal.raise_signal(signal.SIGTERM)
+        assert stopping.is_set()
+        wait_until(lambda: ended)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ended == [termination.FAILED]
+    assert "no checkpoint was written within 0.05 s; the one before it stands" in (tmp_path / "termination").read_text()
 
 
 def test_a_finished_run_that_is_started_again_trains_nothing_and_ends_complete(

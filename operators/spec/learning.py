@@ -189,7 +189,8 @@ class Checkpoint(Model):
     """Checkpoints of the trainer, from which an interrupted job goes on."""
 
     every_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 20
-    """Steps between two checkpoints: the work that is lost when the trainer dies."""
+    """Steps between two checkpoints: the work that is lost when the trainer dies. Training stands still only while
+    each process copies its part to local disk; the store gets it while the next steps are trained."""
     keep_last: Annotated[int, Field(ge=1, le=1000)] = 2
     """Checkpoints kept; older ones are deleted."""
     resume_from: StoreUri | None = None

@@ -179,7 +179,8 @@ class Trainer(Model):
     """Tokens packed into one forward pass; bounds the memory of activations. At least rollout.maxModelLen, which is
     the default."""
     stop_grace_seconds: Annotated[int, Field(ge=5, le=3600)] = 25
-    """Time from a request to stop until the trainer is killed; a checkpoint must fit into it."""
+    """Time from a request to stop until the trainer is killed; a checkpoint must fit into it, behind one that is being
+    uploaded just then."""
     image: Image | None = None
     """Image of the trainer. Default: that of this release."""
     resources: Resources = Resources()
