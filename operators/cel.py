@@ -350,6 +350,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
             f"must equal resources.limits {GPU}",
             ".processesPerNode",
         ),
+        Rule(
+            "self.modelReplicas < 1 || self.nodes % self.modelReplicas == 0",
+            "must divide trainer.nodes: a copy fills whole nodes",
+            ".modelReplicas",
+        ),
     ),
     "spec.trainer.resources": tuple(_quantities()),
     "spec.trainer.template.env[]": _TEMPLATE_VARIABLE,

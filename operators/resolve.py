@@ -335,6 +335,7 @@ def _trainer(job: RLJob) -> dict[str, Any]:
         "compile": trainer.compile,
         "activation_checkpointing": trainer.activation_checkpointing,
         "max_tokens_per_micro_batch": trainer.max_tokens_per_micro_batch or job.spec.rollout.max_model_len,
+        "model_replicas": trainer.model_replicas,
         "seed": trainer.seed,
         "stop_grace_s": trainer.stop_grace_seconds,
     }

@@ -231,6 +231,8 @@ def _trainer(job: RLJob) -> Iterator[Broken]:
         yield (*here, "processesPerNode"), f"must equal resources.limits {GPU}, which is {limit}"
     if trainer.max_tokens_per_micro_batch is not None and trainer.max_tokens_per_micro_batch < longest:
         yield (*here, "maxTokensPerMicroBatch"), f"must hold one sample of rollout.maxModelLen, which is {longest}"
+    if trainer.nodes % trainer.model_replicas:
+        yield (*here, "modelReplicas"), f"must divide trainer.nodes, which is {trainer.nodes}: a copy fills whole nodes"
     if trainer.lora is not None and BARE_LAYERS.search(trainer.lora.targets):
         yield (*here, "lora", "targets"), NO_ADAPTER
     if job.spec.rollout.adapter_loading is not None and trainer.lora is None:

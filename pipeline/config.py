@@ -193,6 +193,8 @@ class TrainerConfig(Config):
     activation_checkpointing: bool = False
     max_tokens_per_micro_batch: int = 4096
     """Packed tokens in one forward pass; bounds activation memory."""
+    model_replicas: int = 1
+    """Copies of model and optimizer among the ranks, each sharded over its part of them; divides their number."""
     seed: int = 0
     stop_grace_s: int = 25
     """Longest time from SIGTERM to exit; a checkpoint is written in it."""

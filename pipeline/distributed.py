@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -124,12 +124,14 @@ def shard(
     device: torch.device,
     dtype: torch.dtype,
     exact: Iterable[nn.Module] = (),
+    replicas: int = 1,
 ) -> Sharding:
     """Spread `module` over the `device` of all ranks with FSDP2, one group per layer; computes in `dtype`.
 
     The module may be without storage yet (device `meta`), or on `device`.
 
-    Modules in `exact` are groups of their own and compute in the type of their parameters.
+    Modules in `exact` are groups of their own and compute in the type of their parameters. With several `replicas`
+    (HSDP) each is spread over neighbouring ranks only, and gradients are summed over all of them besides.
 
     Parameters are kept in the type they have (the optimizer's), gradients summed in float32 (float64 if they are).
     Frozen parameters that are small (see UNSHARDED_BYTES) are not sharded: a copy on each rank costs no traffic.
@@ -143,7 +145,7 @@ def shard(
 
     replicated = frozen if _bytes(frozen) <= _limit(device) else set()
     unsharded = _bytes(set(module.parameters()) - replicated) <= _limit(device)
-    mesh = init_device_mesh(device.type, (world_size(),))
+    mesh = _mesh(device, replicas)
     precision = MixedPrecisionPolicy(dtype, torch.float32) if mixed else MixedPrecisionPolicy()
     for layer in layers:
         fully_shard(
@@ -158,6 +160,14 @@ def shard(
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
     return Sharding(module, unsharded)
+
+
+def _mesh(device: torch.device, replicas: int) -> DeviceMesh:
+    """Of replicas × shards ranks; those of a replica follow one another, as torchrun numbers them node by node."""
+    if replicas == 1:
+        return init_device_mesh(device.type, (world_size(),))
+    assert world_size() % replicas == 0, f"{world_size()} ranks are no {replicas} replicas"
+    return init_device_mesh(device.type, (replicas, world_size() // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -1,4 +1,4 @@
-"""The roles of a training step, and the models that play them; each sharded over all ranks.
+"""The roles of a training step, and the models that play them; each sharded over all ranks, or over those of a replica.
 
 With LoRA one frozen base plays all: the policy is one adapter, the critic another with a value head, the reference is
 the base with its adapters disabled, and the critic as it began is that base under the head's initial weights, which are
@@ -71,6 +71,8 @@ class Roles:
 def _sharded(config: RunConfig, device: torch.device, load: Load, **options: bool) -> tuple[Policy, Sharding]:
     built = model.build(config, device, **options)
     heads = [] if built.value_head is None else [built.value_head]
-    sharding = distributed.shard(built, built.layers, device, built.dtype, exact=heads)
+    sharding = distributed.shard(
+        built, built.layers, device, built.dtype, exact=heads, replicas=config.trainer.model_replicas
+    )
     load(built, config, device)
     return built, sharding

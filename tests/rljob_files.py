@@ -213,6 +213,8 @@ POOLS: dict[str, list[Any]] = (
             {"targets": "q_proj,lm_head"},
         ],
         "spec.trainer.processesPerNode": [Plain(text) for text in ("1", "2", "8", "16", "17")],
+        "spec.trainer.nodes": [Plain(text) for text in ("1", "2", "6", "0")],
+        "spec.trainer.modelReplicas": [Plain(text) for text in ("1", "2", "3", "0")],
         "spec.trainer.maxTokensPerMicroBatch": [Plain(text) for text in ("64", "4095", "4096", "16384")],
         "spec.store.uri": [
             "s3://team-a/miles",

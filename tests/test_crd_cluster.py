@@ -298,6 +298,7 @@ def test_the_fields_that_the_server_fills_in_are_the_defaults_of_the_spec(judge)
         "seed": 0,
         "compile": False,
         "activationCheckpointing": False,
+        "modelReplicas": 1,
         "stopGraceSeconds": 25,
     }
     read, _ = manifest.check(made)

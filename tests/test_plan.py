@@ -151,6 +151,14 @@ def test_ranks_share_weights_gradients_and_optimizer_and_pay_with_traffic(config
     assert many.operations == alone.operations
 
 
+def test_copies_of_the_model_are_shared_by_fewer_ranks_each(config, monkeypatch):
+    monkeypatch.setattr(distributed, "UNSHARDED_BYTES", 0)
+    trainer = config.trainer.model_copy(update={"model_replicas": 4})
+    one, four = rehearse(config, 16), rehearse(config.model_copy(update={"trainer": trainer}), 16)
+    for part in ("weights", "gradients", "optimizer"):
+        assert four.memory[part] == pytest.approx(4 * one.memory[part], rel=0.05), part
+
+
 def test_recomputing_activations_saves_their_memory_and_costs_operations(config):
     trainer = config.trainer.model_copy(update={"activation_checkpointing": True})
     plain, frugal = rehearse(config, 1), rehearse(config.model_copy(update={"trainer": trainer}), 1)
@@ -198,6 +206,15 @@ def test_what_does_not_fit_is_given_a_remedy(config, parts, expected):
     serving = estimate.rollout(config, machines(), 10**9, Attention(2, 2, 64))
     found = "\n".join(estimate.advice(config, machines(), estimate.trainer(machines(), took(**parts), 1, 1), serving))
     assert all(text in found for text in expected), found
+
+
+def test_copies_of_the_model_that_do_not_fit_are_advised_against_and_counted_among_the_processes(config):
+    trainer = config.trainer.model_copy(update={"model_replicas": 2})
+    serving = estimate.rollout(config, machines(), 10**9, Attention(2, 2, 64))
+    training = estimate.trainer(machines(), took(weights=60, optimizer=60), 1, 1)
+    found = estimate.advice(config.model_copy(update={"trainer": trainer}), machines(), training, serving)
+    assert any(line.startswith("spec.trainer.modelReplicas: 1 (now 2)") for line in found)
+    assert any("more training processes: 8 (now 4)" in line for line in found)
 
 
 def test_what_fits_is_given_no_advice(config):

@@ -178,6 +178,10 @@ class Trainer(Model):
     max_tokens_per_micro_batch: Annotated[int, Field(ge=64, le=1_048_576)] | None = None
     """Tokens packed into one forward pass; bounds the memory of activations. At least rollout.maxModelLen, which is
     the default."""
+    model_replicas: Annotated[int, Field(ge=1, le=512)] = 1
+    """Copies of the weights and of the optimizer's state that the training processes keep, each sharded over nodes /
+    modelReplicas nodes (HSDP). With more copies weights travel between fewer nodes, and only gradients between all of
+    them; each process holds as many times more. Must divide nodes."""
     stop_grace_seconds: Annotated[int, Field(ge=5, le=3600)] = 25
     """Time from a request to stop until the trainer is killed; a checkpoint must fit into it, behind one that is being
     uploaded just then."""

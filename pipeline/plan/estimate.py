@@ -138,10 +138,15 @@ def _for_trainer(config: RunConfig, machines: Machines, training: TrainerEstimat
     if limit > longest:
         saved = working * (1 - longest / limit)
         found.append(f"spec.trainer.maxTokensPerMicroBatch: {longest} (now {limit}): about {saved:.1f} GiB less")
+    replicas = config.trainer.model_replicas
+    if replicas > 1:
+        found.append(
+            f"spec.trainer.modelReplicas: 1 (now {replicas}): one copy of weights and optimizer, for all nodes"
+        )
     state = sum(training.memory_gib.get(part, 0.0) for part in STATE)
     room = training.available_gib - (training.peak_gib - state)
     if room > 0:
-        needed = math.ceil(state * machines.ranks / room)
+        needed = replicas * math.ceil(state * machines.ranks / replicas / room)
         found.append(
             f"more training processes: {needed} (now {machines.ranks}) share weights, gradients and optimizer so that "
             f"the {excess:.1f} GiB too many are gone: spec.trainer.nodes: "

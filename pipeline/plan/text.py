@@ -34,10 +34,13 @@ def render(
 def _head(config: RunConfig, machines: Machines, took: Rehearsal) -> Iterator[str]:
     lora = config.trainer.lora
     kind = f"a LoRA adapter of rank {lora.rank}" if lora else "all weights"
+    replicas = config.trainer.model_replicas
+    copies = f" with {replicas} copies of the model" if replicas > 1 else ""
     servers = f"{machines.servers} servers × {machines.devices_per_server}" if machines.servers else "stored samples"
     yield (
         f"{config.name}: {kind} of a model of {took.parameters / 1e9:.2f} billion parameters, "
-        f"{machines.nodes} × {machines.processes_per_node} training processes, {servers}, {machines.device.name}"
+        f"{machines.nodes} × {machines.processes_per_node} training processes{copies}, {servers}, "
+        f"{machines.device.name}"
     )
 
 
