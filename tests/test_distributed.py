@@ -1,6 +1,7 @@
 """pipeline.distributed: two real gloo ranks must do what one rank does, in the loss, the gradient and the files.
 
-All that two ranks do is done in one pair of processes (`two_ranks`); the tests compare its results.
+All that two ranks do is done in one pair of processes (`two_ranks`); the tests compare its results. Every loss, on
+up to four ranks, is in test_invariance.
 """
 
 import pathlib
@@ -12,14 +13,11 @@ import torch
 import torch.distributed as dist
 
 from pipeline import batching, distributed, model
-from pipeline.algorithms import aggregation, cispo, grpo, gspo
-from pipeline.algorithms.aggregation import token_weights
-from pipeline.algorithms.losses import Tokens, clipped_loss
+from pipeline.algorithms import aggregation, grpo
+from pipeline.algorithms.losses import Tokens
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.algorithms.samples import Samples
-from pipeline.algorithms.values import Targets, value_loss
 from pipeline.batching import Batch
-from pipeline.config import AlgorithmConfig, CorrectionConfig
 from pipeline.learner import Learner
 from pipeline.model import CRITIC, Policy, of_critic
 from tests import gloo, policies
@@ -48,24 +46,8 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 """Of the gradient's norm."""
 
 
-LOSSES = {"clipped": clipped_loss, "gspo": gspo.loss, "cispo": cispo.loss, "value": value_loss}
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
-EVERY_LOSS = [(loss, aggregation) for loss in LOSSES for aggregation in AGGREGATIONS]
-CONFIG = AlgorithmConfig(
-    type="ppo",
-    total_steps=1,
-    prompts_per_step=4,
-    group_size=4,
-    kl_coefficient=0.3,
-    entropy_coefficient=0.2,
-    correction=CorrectionConfig(sequence_low=0.01, sequence_high=100.0),
-    parameters={"dual_clip": 3.0, "value_clip": 0.2, "value_regularization": 0.1},
-)
-"""Everything that a loss can have."""
-
-
 def prepared(
-    folder: pathlib.Path, training: str, precision: str, critic: bool = False
+    folder: pathlib.Path, training: str, precision: str, critic: bool = False, replicas: int = 1
 ) -> tuple[Policy, distributed.Sharding]:
     policy = policies.build(folder, lora=LORA if training == "lora" else None, critic=critic)
     policy.entropy_gradient = critic
@@ -73,41 +55,7 @@ def prepared(
     dtype = getattr(torch, precision)
     policy.to(dtype)
     heads = [policy.value_head] if policy.value_head else []
-    return policy, distributed.shard(policy, policy.layers, CPU, dtype, exact=heads)
-
-
-def gradient_of_loss(
-    policy: Policy, sharding: distributed.Sharding, limit: int, name: str, aggregation: str
-) -> tuple[float, dict]:
-    """Loss and gradient of one update on BATCH, of one of LOSSES, with KL, entropy bonus and π_old ≠ π_θ."""
-    rng = np.random.default_rng(4)
-    advantages, drift = rng.normal(size=(2, len(BATCH.owners)))
-    weights = token_weights(aggregation, BATCH.lengths, 32)
-    parts = batching.pack(BATCH, BATCH.valid, distributed.world_size(), limit)[distributed.rank()]
-    total = 0.0
-    policy.zero_grad()
-    for number, part in enumerate(parts):
-        places = BATCH.places(part)
-        given = [torch.as_tensor(values[places] / 2) for values in (advantages, drift)]
-        mask, rows, share = (torch.as_tensor(values) for values in (part.mask, part.row, weights[part.row]))
-        reference = policy.reference(part)
-        sharding.expect(last=number == len(parts) - 1)
-        if name == "value":
-            with policy.adapter(CRITIC):
-                values = policy.values(part)
-                old = values.detach() + given[1]
-                loss, _ = value_loss(values, Targets(mask, share, given[0] + 1, old, reference), CONFIG)
-                loss.backward()
-        else:
-            logprobs, entropy = policy(part)
-            old = logprobs.detach() + given[1]
-            tokens = Tokens(mask, rows, share, given[0], torch.as_tensor(part.sampled).double(), old, reference)
-            loss, _ = LOSSES[name](logprobs, entropy, tokens, CONFIG)
-            loss.backward()
-        total += loss.item()
-    parameters = distributed.own_parameters(policy)
-    gradients = dict(distributed.gathered({name: p.grad for name, p in parameters.items() if p.grad is not None}))
-    return distributed.reduce({"loss": total})["loss"], {name: grad.clone() for name, grad in gradients.items()}
+    return policy, distributed.shard(policy, policy.layers, CPU, dtype, exact=heads, replicas=replicas)
 
 
 def steps(folder: pathlib.Path) -> list[dict[str, float]]:
@@ -154,9 +102,6 @@ def work(folder: pathlib.Path, out: pathlib.Path) -> None:
         results[name] = gradient_of(*prepared(folder, training, precision), BATCH, limit)
     for placement, limit_bytes in (("gathered", whole), ("sharded", 0)):
         distributed.UNSHARDED_BYTES = limit_bytes
-        policy, sharding = prepared(folder, "lora", "float64", critic=True)
-        for case in EVERY_LOSS:
-            results[f"{'-'.join(case)}-{placement}"] = gradient_of_loss(policy, sharding, SEVERAL, *case)
         results[f"steps-{placement}"] = steps(folder)
         results |= {f"{name}-{placement}": value for name, value in life(folder, out / placement).items()}
     torch.save(results, out / f"rank{rank}.pt")
@@ -211,7 +156,7 @@ def outputs(tmp_path_factory):
 def two_ranks(folder, outputs):
     """The results of both ranks."""
     gloo.run(work, folder, outputs)
-    return [torch.load(outputs / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+    return [torch.load(outputs / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -250,30 +195,6 @@ def test_two_ranks_have_the_loss_and_gradient_of_one(two_ranks, one_rank, case):
 def test_one_rank_has_the_same_gradient_packed_and_unpacked(folder, one_rank, training, precision, limit):
     packed = gradient_of(*prepared(folder, training, precision), BATCH, limit)
     assert_same_gradient(packed, one_rank[training, precision], TOLERANCE[precision])
-
-
-@pytest.fixture(scope="module")
-def alone(folder):
-    """One rank's policy and critic."""
-    return prepared(folder, "lora", "float64", critic=True)
-
-
-@pytest.fixture(scope="module")
-def every_loss(alone):
-    """Loss and gradient of every loss and aggregation on one rank, every sample by itself."""
-    return {case: gradient_of_loss(*alone, ONE_BY_ONE, *case) for case in EVERY_LOSS}
-
-
-@pytest.mark.parametrize("case", EVERY_LOSS, ids="-".join)
-class TestEveryLoss:
-    @pytest.mark.parametrize("limit", [SEVERAL, ALL])
-    def test_is_the_same_packed_and_unpacked(self, alone, every_loss, case, limit):
-        assert_same_gradient(gradient_of_loss(*alone, limit, *case), every_loss[case], 1e-9)
-
-    @pytest.mark.parametrize("placement", ["gathered", "sharded"])
-    def test_is_the_same_on_two_ranks(self, two_ranks, every_loss, case, placement):
-        for results in two_ranks:
-            assert_same_gradient(results[f"{'-'.join(case)}-{placement}"], every_loss[case], 1e-9)
 
 
 @pytest.mark.parametrize("placement", ["gathered", "sharded"])
