@@ -53,7 +53,7 @@ SCHEMA = pa.schema(
         pa.field("spans", pa.list_(pa.struct([("start", pa.int32()), ("term", pa.int32()), ("step", pa.int64())]))),
         pa.field("created", pa.float64(), nullable=False),  # seconds since the epoch, the worker's clock
         pa.field("turns", pa.list_(TURN)),  # null: one turn, all of it sampled
-        pa.field("steps", pa.list_(STEP)),  # process rewards, weighted: parts of `reward`; null: none
+        pa.field("steps", pa.large_list(STEP)),  # process rewards, weighted: parts of `reward`; null: none
     ],
     metadata={"miles.schema": "1"},
 )

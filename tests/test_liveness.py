@@ -164,8 +164,11 @@ def deaf(health: Health) -> list[str]:
     return [fault for fault in health.faults() if not fault.startswith("queue")]
 
 
+NAME = {"name": "sums", "namespace": "team"}
+
+
 def rljob(version: str, generation: int = 1) -> dict[str, Any]:
-    return {"metadata": {"name": "sums", "namespace": "team", "resourceVersion": version, "generation": generation}}
+    return {"metadata": {**NAME, "uid": "u1", "resourceVersion": version, "generation": generation}}
 
 
 def due(operator: Controller) -> list[JobKey]:

@@ -497,4 +497,4 @@ def test_local_runs_without_torch_vllm_or_the_data_plane() -> None:
     registries = {
         f"pipeline.{part}{end}" for part in ("algorithms", "environments", "rewards") for end in ("", ".registry")
     }
-    assert ours <= registries | {"pipeline.config"}
+    assert ours <= registries | {"pipeline.config", "pipeline.where"}

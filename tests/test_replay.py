@@ -38,13 +38,14 @@ def figures(config) -> list[dict]:
 
 
 def test_a_run_trained_again_from_the_stored_samples_of_another_has_its_figures_and_no_worker(
-    run,
     tiny,  # noqa: F811
     tmp_path,
     monkeypatch,
     capsys,
 ):
-    first = configure(run, tiny)
+    first = configure(tmp_path / "first", tiny)
+    with worker(first):
+        train(first)
     content = json.dumps({"config": first.model_dump(mode="json")}).encode()
     asyncio.run(storage_of(first).put("run.json", content))
     data = {"sets": [], "replay_from": {"uri": first.store.uri}}

@@ -49,7 +49,7 @@ spec:
     from: {configMap: marked-environment}
     parameters: {marked-turns: marked-turns-value}
   rewards:
-    - {name: marked-file, function: "marked.py:function", from: {configMap: marked-config-map}}
+    - {name: marked-file, function: "marked.py:function", from: {configMap: marked-config-map}, clip: "1.75"}
     - {name: marked-endpoint, endpoint: "https://marked.example/score"}
     - {name: marked-library, library: length, parameters: {marked-buffer: marked-buffer-value}, weight: "1.5"}
     - name: marked-model
