@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         )
         userfiles.check(job, platform.folder)
         with RunFolder(options.run_dir or f"runs/{job.metadata.name}", say) as folder:
-            folder.claim(job)
+            folder.claim(job, platform)
             return asyncio.run(Run(job, folder, platform, options.progress).execute())
     except manifest.Invalid as error:
         print(error, file=sys.stderr)
@@ -125,7 +125,7 @@ class Run:
     async def execute(self) -> int:
         try:
             self.placement = self.place()
-        except ValueError:
+        except (ValueError, OSError):
             self.folder.release()
             raise
         supervisor = Supervisor(self.folder.lock, self.back_off, self.announce)
@@ -139,7 +139,9 @@ class Run:
                 await supervisor.stop_all()
                 self.watcher.cancel()
         self.ports.close()
-        kept = self.folder.release() if outcome.code == REFUSED and not self.progress.step else None
+        # What a run that goes on has seen at first are the steps of earlier ones.
+        made = self.progress.step if self.folder.is_new else self.progress.steps_made()
+        kept = self.folder.release() if outcome.code == REFUSED and not made else None
         self.conclude(outcome, kept)
         return outcome.code
 

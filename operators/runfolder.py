@@ -3,13 +3,14 @@
 lock            held while any process of the run lives; holds the pid of `miles run`
 run-id          kept, so that the same command goes on with the same run in the store
 attempt         number of the newest trainer attempt, counted before it starts
-rljob.json      the job as it was run last, overrides included
+rljob.json      the job as it was run last, overrides included, file:// URIs absolute
 run.json        the configuration that the newest attempt reads
 logs/           one file per process, and the one before it (.1)
 termination/    why each process ended, in its own words
 volumes/        what the pods' volumes hold
 
-A job that is refused before its first step leaves nothing here but logs of what was started.
+A job that is refused before anything was started leaves nothing here, one refused before its first step the logs of
+what was started and, where a run was, a higher number of attempts: what the refused one wrote into the store keeps its.
 """
 
 import contextlib
@@ -26,9 +27,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from operators import edits, schema
+from operators import edits, manifest, schema
 from operators.placement import Placement
 from operators.processes import end_orphans
+from operators.resolve import Platform, address
 from operators.spec import RLJob
 
 LOCK_SECONDS = 60.0
@@ -42,7 +44,10 @@ OTHER_FOLDER = "choose another folder with --run-dir"
 LONGEST_VALUE = 60  # in a message
 MOST_CHANGES = 5  # in a message
 FOLDERS = ("logs", "termination", "volumes")
-FILES = ("run-id", "attempt", "rljob.json", "run.json", "metrics.jsonl", "tensorboard", "lock")
+RECORDS = ("attempt", "rljob.json", "run.json", "summary.json", "metrics.jsonl", "tensorboard")
+"""What a run overwrites or adds to; a run-id lies beside them, or they are somebody else's."""
+RESTORED = ("rljob.json", "run.json")
+"""What a refused job had changed in the folder of a run that was there."""
 
 
 class RunFolder:
@@ -57,13 +62,15 @@ class RunFolder:
         """The summary of an earlier run of the command that came to the end."""
 
     def __enter__(self) -> "RunFolder":
-        # Of a new run, what a refusal takes away again.
-        self._made = [self.path / name for name in (*FOLDERS, *FILES) if not (self.path / name).exists()]
-        self._made += [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        # What a refusal takes away again.
+        self._made = [self.path / name for name in (*FOLDERS, *RECORDS, "run-id", "lock")]
+        self._made = [place for place in (*self._made, self.path, *self.path.parents) if not place.exists()]
+        self._claimed = False
         self._acquire()
         try:
-            self.is_new = not (self.path / "run-id").exists()
-            self.run_id = self._once("run-id", str(uuid.uuid4()))
+            kept = self._run_id()
+            self.is_new = kept is None
+            self.run_id = str(uuid.uuid4()) if kept is None else kept
         except BaseException:
             os.close(self.lock)
             raise
@@ -81,6 +88,8 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)
+        if not self._claimed:
+            self._take_away()
         os.close(self.lock)
 
     def _acquire(self) -> None:
@@ -118,13 +127,21 @@ class RunFolder:
             os.close(lock)
         return mine
 
-    def claim(self, job: RLJob) -> None:
+    def claim(self, job: RLJob, platform: Platform) -> None:
         """Keep what is run here. Raises ValueError where the folder's run cannot go on as this job; nothing has been
         changed then. A stopped run takes the edits that a suspended job takes, and says which."""
-        content = json.loads(job.model_dump_json(by_alias=True, exclude_none=True))
-        file = self.path / "rljob.json"
-        self._before = self._kept_job(file) if file.exists() else None
-        old, new = leaves(content if self._before is None else self._before), leaves(content)
+        content = _absolute(_as_json(job), platform)
+        kept = self._kept_job()
+        if kept is not None:
+            self._check_edits(_absolute(kept, platform), content)
+        self._before = {name: self._bytes(name) for name in RESTORED}
+        self._claimed = True
+        self._write(self.path / "rljob.json", json.dumps(content, indent=2))
+        if self.is_new:
+            self._write(self.path / "run-id", f"{self.run_id}\n")
+
+    def _check_edits(self, before: dict[str, Any], content: dict[str, Any]) -> None:
+        old, new = leaves(before), leaves(content)
         changed = [path for path in old | new if old.get(path) != new.get(path)]
         for path in changed:
             if (why := bound(path)) is not None:
@@ -133,27 +150,31 @@ class RunFolder:
                     f"{schema.dotted(path)}: got {got}, but the run in {self.shown} has {kept} and cannot change it: "
                     f"{why}; write what it has, or {OTHER_FOLDER}"
                 )
-        if self._before is not None and not self.is_new:
-            edited = [f"{schema.dotted(path)} {_shown(old.get(path))} → {_shown(new.get(path))}" for path in changed]
-            more = [f"{len(edited) - MOST_CHANGES} more"] if len(edited) > MOST_CHANGES else []
-            words = f" with {', '.join([*edited[:MOST_CHANGES], *more])}" if edited else ""
-            self.say(f"the run in {self.shown} goes on{words}; to begin another, {OTHER_FOLDER} or delete this one")
-        self._write(file, json.dumps(content, indent=2))
+        edited = [f"{schema.dotted(path)} {_shown(old.get(path))} → {_shown(new.get(path))}" for path in changed]
+        more = [f"{len(edited) - MOST_CHANGES} more"] if len(edited) > MOST_CHANGES else []
+        words = f" with {', '.join([*edited[:MOST_CHANGES], *more])}" if edited else ""
+        self.say(f"the run in {self.shown} goes on{words}; to begin another, {OTHER_FOLDER} or delete this one")
 
     def release(self) -> str:
-        """Undo `claim`, for a job that was refused before its first step: mended, it may differ in any field. Says in
-        words what became of the folder."""
-        file = self.path / "rljob.json"
-        if not self.is_new and self._before is not None:
-            self._write(file, json.dumps(self._before, indent=2))
-        else:
-            file.unlink(missing_ok=True)
+        """Undo `claim` and `prepare`, for a job that was refused before its first step: mended, it may differ in any
+        field. Says in words what became of the folder."""
+        for name, content in self._before.items():
+            if content is None:
+                (self.path / name).unlink(missing_ok=True)
+            else:
+                self._write(self.path / name, content)
         if not self.is_new:
             return "the run that was there stays as it was"
         # What lies in the store under this id belongs to nobody.
+        self._take_away()
+        return "nothing is kept but the logs; once it is mended, the same command begins anew"
+
+    def _take_away(self) -> None:
+        """All that was not there before, but logs with something in them. Once: the next run may be at work then."""
+        made, self._made = self._made, []
         logs = self.path / "logs"
-        for place in self._made:
-            if place == logs and any(logs.iterdir()):
+        for place in made:
+            if place == logs and logs.is_dir() and any(logs.iterdir()):
                 continue
             if place in (self.path, *self.path.parents):
                 with contextlib.suppress(OSError):  # something lies in it
@@ -162,19 +183,31 @@ class RunFolder:
                 shutil.rmtree(place, ignore_errors=True)
             else:
                 place.unlink(missing_ok=True)
-        return "nothing is kept but the logs; once it is mended, the same command begins anew"
 
-    def _kept_job(self, file: pathlib.Path) -> dict[str, Any]:
-        try:
-            found = json.loads(file.read_text())
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+    def _kept_job(self) -> dict[str, Any] | None:
+        """The job that was run here last; None: none was. Raises ValueError where that cannot be known, since the
+        run-id would then give the run of one job to another."""
+        there = [name for name in RECORDS if (self.path / name).exists()]
+        if self.is_new and there:
             raise ValueError(
-                f"{self.shown}/{file.name}: not the JSON of a job, so what ran here is unknown; "
-                f"restore the file, or {OTHER_FOLDER}"
+                f"{self.shown} has no run-id but {', '.join(there)}, which a run would overwrite; "
+                f"{OTHER_FOLDER}, or restore {self.shown}/run-id"
             )
-        return found
+        if not {"attempt", "rljob.json", "run.json"} & {*there}:
+            return None
+        try:
+            text = self._bytes("rljob.json")
+            fault = "missing" if text is None else ""
+            found = None if text is None else json.loads(text)
+        except (ValueError, RecursionError):
+            found, fault = None, "not the JSON of a job"
+        job, faults = (None, []) if fault else manifest.check(found)
+        if job is None:
+            fault = fault or f"not the JSON of a job ({faults[0]})"
+            raise ValueError(
+                f"{self.shown}/rljob.json: {fault}, so what ran here is unknown; restore the file, or {OTHER_FOLDER}"
+            )
+        return _as_json(job)
 
     def next_attempt(self) -> int:
         """0 for the first. Counted before the attempt starts, so that no number is ever used twice."""
@@ -217,22 +250,41 @@ class RunFolder:
             return None
         return found.st_ino, found.st_mtime_ns
 
-    def _once(self, name: str, text: str) -> str:
-        file = self.path / name
-        if not file.exists():
-            self._write(file, f"{text}\n")
-        kept = file.read_text(errors="replace").strip()
+    def _run_id(self) -> str | None:
+        """None: no run has been here."""
+        text = self._bytes("run-id")
+        if text is None:
+            return None
+        kept = text.decode(errors="replace").strip()
         if not re.fullmatch("[-0-9A-Za-z]{1,63}", kept):
             raise ValueError(
-                f"{self.shown}/{name}: got {_shown(kept)}, which is no run id; restore it, or {OTHER_FOLDER}"
+                f"{self.shown}/run-id: got {_shown(kept)}, which is no run id; restore it, or {OTHER_FOLDER}"
             )
         return kept
 
-    def _write(self, file: pathlib.Path, text: str) -> None:
+    def _bytes(self, name: str) -> bytes | None:
+        file = self.path / name
+        return file.read_bytes() if file.exists() else None
+
+    def _write(self, file: pathlib.Path, content: str | bytes) -> None:
         """Whole or not at all."""
         partial = file.with_name(file.name + ".partial")
-        partial.write_text(text)
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(partial, file)
+
+
+def _as_json(job: RLJob) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(job.model_dump_json(by_alias=True, exclude_none=True))
+    return content
+
+
+def _absolute(value: Any, platform: Platform) -> Any:
+    """Job as JSON → the same with absolute file:// URIs: a relative one is another place in another folder."""
+    if isinstance(value, dict):
+        return {key: _absolute(item, platform) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_absolute(item, platform) for item in value]
+    return address(value, "uri", platform) if isinstance(value, str) else value
 
 
 def leaves(content: dict[str, Any]) -> dict[schema.Path, Any]:

@@ -71,13 +71,23 @@ def start(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         folder = RunFolder(str(tmp_path / "run"), print)
         folder.__enter__()
         folders.append(folder)
-        folder.claim(wanted)
         platform = Platform(local=True, cpus=2, folder=str(tmp_path))
+        folder.claim(wanted, platform)
         return Run(wanted, folder, platform, progress, stand_in_children, FAST)
 
     yield build
     for folder in folders:
         folder.__exit__(None, None, None)
+
+
+def claimed(path: pathlib.Path, wanted: RLJob, folder: str = ".") -> None:
+    """A run of the command that claims the folder, and is stopped then."""
+    with RunFolder(str(path), print) as run:
+        run.claim(wanted, Platform(local=True, folder=folder))
+
+
+def contents(path: pathlib.Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != "lock"}
 
 
 def notes(tmp_path: pathlib.Path) -> list[str]:
@@ -271,7 +281,9 @@ import asyncio, sys
 sys.path.insert(0, sys.argv[1])
 from tests.test_local import FAST, Platform, Run, RunFolder, job, stand_in_children
 with RunFolder(sys.argv[2], print) as folder:
-    run = Run(job(), folder, Platform(local=True, cpus=2, folder="."), False, stand_in_children, FAST)
+    platform = Platform(local=True, cpus=2, folder=sys.argv[3])
+    folder.claim(job(), platform)
+    run = Run(job(), folder, platform, False, stand_in_children, FAST)
     asyncio.run(run.execute())
 """
 
@@ -281,7 +293,9 @@ async def test_nothing_remains_after_sigkill_and_the_next_run_waits_for_the_last
 ) -> None:
     environment = os.environ | {"STAND_IN_TRAINER": "hang"}
     repository = str(pathlib.Path(__file__).parents[1])
-    runner = subprocess.Popen([sys.executable, "-c", KILLED, repository, str(tmp_path / "run")], env=environment)
+    runner = subprocess.Popen(
+        [sys.executable, "-c", KILLED, repository, str(tmp_path / "run"), str(tmp_path)], env=environment
+    )
     try:
         await noted(tmp_path, "rank 0: hang")
         with pytest.raises(ValueError, match=rf"in use by another `miles run` \(process {runner.pid}\)"):
@@ -301,6 +315,7 @@ async def test_a_complete_run_that_is_run_again_says_so_and_keeps_its_figures(
     start: Start, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run-id").write_text("earlier")
     (tmp_path / "run" / "summary.json").write_text('{"steps": 3, "samples_per_s": 99.5}')
     assert await start(rate="0").execute() == 0
     shown = capsys.readouterr().out
@@ -345,13 +360,11 @@ OTHER_SETS = {"sets": [{"generator": "reasoning-gym/chain_sum", "limit": 5}]}
 def test_a_run_goes_on_only_with_the_fields_that_its_beginning_fixed(
     tmp_path: pathlib.Path, changed: RLJob, field: str, values: str
 ) -> None:
-    (tmp_path / "summary.json").write_text("{}")
-    with RunFolder(str(tmp_path), print) as folder:
-        folder.claim(job())
-        before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-        with pytest.raises(ValueError, match=rf"^{re.escape(field)}: {values}.*; write what it has, or .*--run-dir$"):
-            folder.claim(changed)
-        assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    claimed(tmp_path, job())
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=rf"^{re.escape(field)}: {values}.*; write what it has, or .*--run-dir$"):
+        claimed(tmp_path, changed)
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -360,9 +373,8 @@ def test_a_run_goes_on_only_with_the_fields_that_its_beginning_fixed(
 def test_a_stopped_run_takes_the_edits_that_a_suspended_job_takes(
     tmp_path: pathlib.Path, changed: dict[str, Any]
 ) -> None:
-    with RunFolder(str(tmp_path), print) as folder:
-        folder.claim(job())
-        folder.claim(job(**changed))
+    claimed(tmp_path, job())
+    claimed(tmp_path, job(**changed))
 
 
 async def test_a_job_that_was_refused_before_its_first_step_binds_nothing(start: Start, tmp_path: pathlib.Path) -> None:
@@ -377,7 +389,7 @@ def test_a_folder_of_a_job_that_was_refused_before_anything_started_is_gone(tmp_
     (tmp_path / "mine").write_text("kept")
     for path in (tmp_path, tmp_path / "runs" / "sums"):
         with RunFolder(str(path), print) as folder:
-            folder.claim(job())
+            folder.claim(job(), Platform(local=True))
             folder.next_attempt()
             folder.release()
         assert [path.name for path in tmp_path.iterdir()] == ["mine"]
@@ -387,7 +399,7 @@ def test_who_waited_for_a_lock_that_a_refused_run_took_away_holds_the_one_that_c
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with RunFolder(str(tmp_path / "run"), print) as refused:
-        refused.claim(job())
+        refused.claim(job(), Platform(local=True))
         (tmp_path / "run" / "lock").write_text("")  # whoever holds it cannot be seen
         waiting = RunFolder(str(tmp_path / "run"), print)
         monkeypatch.setattr("operators.runfolder.time.sleep", lambda seconds: end(refused))
@@ -405,8 +417,7 @@ def test_a_run_that_goes_on_says_so_and_with_which_edits(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for wanted in (job(), job(), job(algorithm=ALGORITHM | {"learningRate": "1e-4"}, rollout={"replicas": 2})):
-        with RunFolder(str(tmp_path / "run"), print) as folder:
-            folder.claim(wanted)
+        claimed(tmp_path / "run", wanted)
     remedy = "to begin another, choose another folder with --run-dir or delete this one"
     edits = 'spec.algorithm.learningRate the default → "1e-4", spec.rollout.replicas the default → 2'
     assert capsys.readouterr().out.splitlines() == [
@@ -416,22 +427,52 @@ def test_a_run_that_goes_on_says_so_and_with_which_edits(
 
 
 async def test_a_refused_job_leaves_the_run_that_was_there_as_it_was(start: Start, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run-id").write_text("earlier")
-    with RunFolder(str(tmp_path / "run"), print) as folder:
-        folder.claim(job())
-    kept = (tmp_path / "run" / "rljob.json").read_text()
+    first = start()
+    assert await first.execute() == 0
+    first.folder.__exit__(None, None, None)
+    first.folder.lock = os.open(os.devnull, os.O_RDONLY)  # closed again by the fixture
+    kept = {name: (tmp_path / "run" / name).read_bytes() for name in ("run-id", "rljob.json", "run.json")}
     assert await start(job(trainer={"nodes": 2}), trainer="refuse").execute() == 2
-    assert (tmp_path / "run" / "rljob.json").read_text() == kept
-    assert (tmp_path / "run" / "run-id").read_text() == "earlier"
+    assert kept == {name: (tmp_path / "run" / name).read_bytes() for name in kept}
 
 
-@pytest.mark.parametrize("text", ["xx", "[]", "", '{"a": ' * 5000])
+def test_relative_uris_are_those_of_the_folder_that_the_job_lies_in(tmp_path: pathlib.Path) -> None:
+    relative = job(store={"uri": "file://../store"})
+    claimed(tmp_path / "run", relative, "/a/b")
+    claimed(tmp_path / "run", job(store={"uri": "file:///a/store"}), "/c/d")
+    with pytest.raises(ValueError, match=r'spec.store.uri: got "file:///c/store", but .* has "file:///a/store"'):
+        claimed(tmp_path / "run", relative, "/c/d")
+
+
+@pytest.mark.parametrize("name", ["rljob.json", "run-id"])
+def test_a_run_that_has_lost_what_says_which_it_is_does_not_go_on(tmp_path: pathlib.Path, name: str) -> None:
+    with RunFolder(str(tmp_path), print) as folder:
+        folder.claim(job(), Platform(local=True))
+        folder.next_attempt()
+    (tmp_path / name).unlink()
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}.*restore.*"):
+        claimed(tmp_path, job(model={"uri": "hf://org/other"}))
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["run.json", "rljob.json", "attempt", "summary.json", "metrics.jsonl"])
+def test_a_folder_with_files_of_somebody_else_is_left_as_it_is(tmp_path: pathlib.Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match=rf"has no run-id but {re.escape(name)}, .* --run-dir"):
+        claimed(tmp_path, job())
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "mine")]
+
+
+@pytest.mark.parametrize(
+    "text", ["xx", "[]", "", '{"a": ' * 5000, "{}", '{"metadata": {"labels": [1]}}', '{"spec": []}']
+)
 def test_a_kept_job_that_is_unreadable_is_named_with_a_remedy(tmp_path: pathlib.Path, text: str) -> None:
+    (tmp_path / "run-id").write_text("earlier")
     (tmp_path / "rljob.json").write_text(text)
     words = r"rljob\.json: not the JSON of a job.*; restore the file, or .* --run-dir$"
-    with RunFolder(str(tmp_path), print) as folder, pytest.raises(ValueError, match=words):
-        folder.claim(job())
+    with pytest.raises(ValueError, match=words):
+        claimed(tmp_path, job())
     assert (tmp_path / "rljob.json").read_text() == text
 
 
@@ -452,6 +493,7 @@ def test_a_run_id_that_is_none_is_named_with_a_remedy(tmp_path: pathlib.Path, te
 def test_an_attempt_number_is_never_used_twice(tmp_path: pathlib.Path) -> None:
     for expected in (0, 1, 2):
         with RunFolder(str(tmp_path), print) as folder:
+            folder.claim(job(), Platform(local=True))
             assert folder.next_attempt() == expected
 
 
