@@ -31,6 +31,8 @@ def _fault(path: str, name: str) -> str | None:
             module = ast.parse(file.read(), path)
     except OSError as error:
         return f"{path}: {error.strerror}; write the path from the folder of the job's own file"
+    except (MemoryError, RecursionError):
+        return f"{path}: this is nested too deeply for Python; correct it"
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         return f"{path}{line}: this is not Python ({error.args[0]}); correct it"
@@ -41,14 +43,17 @@ def _fault(path: str, name: str) -> str | None:
 def _names(body: list[ast.stmt]) -> list[str]:
     """What the statements of a module define; * where it imports all that another has."""
     names: list[str] = []
-    for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.append(statement.name)
-        elif isinstance(statement, ast.Import | ast.ImportFrom):
-            names += [alias.asname or alias.name for alias in statement.names]
-        else:
-            names += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
-            names += [node.name for node in ast.walk(statement) if isinstance(node, ast.FunctionDef)]
+    below: list[ast.AST] = [*body]
+    while below:
+        node = below.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(node.name)  # what its body defines is its own
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names += [alias.asname or alias.name for alias in node.names]
+        elif isinstance(node, ast.Name):
+            names.append(node.id)
+        below += ast.iter_child_nodes(node)
     return names
 
 

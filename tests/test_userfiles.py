@@ -13,6 +13,12 @@ class Callable: pass
 alias = own
 if True:
     def conditional(completion): return 0.0
+    class Nested: pass
+    async def waiting(completion): return 0.0
+try:
+    from fast import score
+except ImportError:
+    from slow import score as slow_score
 """
 
 
@@ -22,7 +28,9 @@ def job(tmp_path, function):
     return manifest.load_one(str(file))
 
 
-@pytest.mark.parametrize("name", ["own", "Callable", "alias", "borrowed", "conditional"])
+@pytest.mark.parametrize(
+    "name", ["own", "Callable", "alias", "borrowed", "conditional", "Nested", "waiting", "score", "slow_score"]
+)
 def test_what_a_file_defines_or_imports_is_accepted_without_running_it(tmp_path, name):
     (tmp_path / "mine.py").write_text(FILE + "raise SystemExit('run!')\n")
     userfiles.check(job(tmp_path, f"mine.py:{name}"), str(tmp_path))
@@ -53,6 +61,7 @@ def test_an_environment_that_is_not_there_is_named_with_a_remedy(tmp_path):
         (FILE, "mine.py:onw", r'got "mine.py:onw": .*mine.py defines no onw; it has .*own'),
         ("def own(:\n", "mine.py:own", r"mine.py, line 1: this is not Python \(.*\); correct it"),
         ("", "mine.py:own", r"defines no own; it has nothing"),
+        ("x=" + "-" * 200_000 + "1", "mine.py:own", r"mine.py: this is nested too deeply"),
     ],
 )
 def test_what_is_not_there_is_named_with_a_remedy(tmp_path, content, function, message):
