@@ -1,14 +1,15 @@
 """The command `miles` (and `kubectl miles`): validate, explain and render here, the others where their work is done."""
 
-import argparse
-import io
 import os
-import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 try:
+    import argparse
+    import io
+    import subprocess
+    from collections.abc import Sequence
+    from typing import Any
+
     import yaml
 
     from operators import explain, manifest, rules
@@ -39,6 +40,7 @@ USAGE = """usage: miles COMMAND …
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # where the terminal's encoding lacks a letter
     code = 0
@@ -54,6 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"miles: cannot write the output: {error.strerror or error}", file=sys.stderr)
         return code or 1
     return code
+
+
+def _open_closed_streams() -> None:
+    """`>&-`: what is opened next would take the stream's place, and have written into it what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w"))
 
 
 def _discard_output() -> None:

@@ -83,6 +83,12 @@ def test_a_full_disk_is_said_in_one_line(minimal, command):
     assert (done.returncode, done.stderr) == (1, "miles: cannot write the output: No space left on device\n")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_as_one_that_nobody_reads(minimal, closed):
+    done = bash(f"{sys.executable} -m operators.cli validate {minimal} {closed}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_letters_that_the_terminal_lacks_are_replaced():
     done = bash(f"PYTHONIOENCODING=ascii {sys.executable} -m operators.cli explain spec.store.uri")
     assert (done.returncode, done.stderr) == (0, "")
@@ -93,15 +99,17 @@ INTERRUPTED_IMPORT = """
 import sys
 class Interrupt:
     def find_spec(self, name, *_):
-        if name == "pydantic":
+        if name == sys.argv[1]:
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupt())
 from operators.cli import main
 """
 
 
-def test_an_interrupt_while_packages_are_imported_ends_quietly():
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=30)
+@pytest.mark.parametrize("package", ["pydantic", "subprocess", "argparse"])
+def test_an_interrupt_while_packages_are_imported_ends_quietly(package):
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, package]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (130, "")
 
 
