@@ -6,17 +6,21 @@ import sys
 try:
     import argparse
     import io
+    import re
     import subprocess
     from collections.abc import Sequence
     from typing import Any
 
+    import pydantic
     import yaml
 
     from operators import explain, manifest, rules
     from operators.children import children
     from operators.machine import gpu_ids
+    from operators.names import RUN_ID
     from operators.resolve import Platform, processes, run_config
     from operators.spec import RLJob
+    from operators.spec.fields import Image
     from pipeline.config import RunConfig
 except KeyboardInterrupt:  # this takes a second, in which Ctrl-C may come
     sys.exit(130)
@@ -131,9 +135,9 @@ def render(arguments: list[str]) -> int:
     parser = _parser("render", "Print the Kubernetes objects that a job consists of, for kubectl apply -f -.")
     parser.add_argument("file", metavar="FILE")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a field")
-    parser.add_argument("--run-id", default="manual", help="last part of the run's prefix in the store")
-    parser.add_argument("--image", default=Platform.image, help="image of containers without GPUs")
-    parser.add_argument("--gpu-image", default=Platform.gpu_image, help="image of containers with GPUs")
+    parser.add_argument("--run-id", default="manual", type=_run_id, help="last part of the run's prefix in the store")
+    parser.add_argument("--image", default=Platform.image, type=_image, help="image of containers without GPUs")
+    parser.add_argument("--gpu-image", default=Platform.gpu_image, type=_image, help="image of containers with GPUs")
     options = parser.parse_args(arguments)
     # Applied with the user's own rights, which say what accounts pods may have.
     platform = Platform(image=options.image, gpu_image=options.gpu_image, service_accounts=None)
@@ -147,6 +151,21 @@ def render(arguments: list[str]) -> int:
         print(f"{options.file}: {notice}", file=sys.stderr)
     print(yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120), end="")
     return 0
+
+
+def _run_id(text: str) -> str:
+    if not re.fullmatch(RUN_ID, text):
+        raise argparse.ArgumentTypeError(f"got {text[:60]!r}: write at most 63 letters, digits and hyphens")
+    return text
+
+
+def _image(text: str) -> str:
+    try:
+        image: str = pydantic.TypeAdapter(Image).validate_python(text)
+    except pydantic.ValidationError:
+        remedy = "write an image reference, such as registry/name:tag"
+        raise argparse.ArgumentTypeError(f"got {text[:60]!r}: {remedy}") from None
+    return image
 
 
 def plan(arguments: list[str]) -> int:

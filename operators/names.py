@@ -4,6 +4,8 @@ import hashlib
 
 from operators.spec import RLJob
 
+RUN_ID = "[-0-9A-Za-z]{1,63}"
+"""Of a run's id, the last part of its prefix in the store."""
 LONGEST = 63  # characters of a DNS label, and of a label's value
 
 

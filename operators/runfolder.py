@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from operators import edits, manifest, schema
+from operators.names import RUN_ID
 from operators.placement import Placement
 from operators.processes import end_orphans
 from operators.resolve import Platform, address
@@ -256,7 +257,7 @@ class RunFolder:
         if text is None:
             return None
         kept = text.decode(errors="replace").strip()
-        if not re.fullmatch("[-0-9A-Za-z]{1,63}", kept):
+        if not re.fullmatch(RUN_ID, kept):
             raise ValueError(
                 f"{self.shown}/run-id: got {_shown(kept)}, which is no run id; restore it, or {OTHER_FOLDER}"
             )

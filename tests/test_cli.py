@@ -89,6 +89,19 @@ def test_a_closed_stream_is_as_one_that_nobody_reads(minimal, closed):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--run-id", value) for value in ("../x", "", "x" * 300, "a b")),
+        *((option, value) for option in ("--image", "--gpu-image") for value in ("", "a b", "a\nb: c")),
+    ],
+)
+def test_render_refuses_an_option_that_no_object_could_hold(minimal, capsys, option, value):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["render", minimal, option, value])
+    assert f"argument {option}: got " in capsys.readouterr().err
+
+
 def test_letters_that_the_terminal_lacks_are_replaced():
     done = bash(f"PYTHONIOENCODING=ascii {sys.executable} -m operators.cli explain spec.store.uri")
     assert (done.returncode, done.stderr) == (0, "")
