@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import secrets
+import shlex
 import signal
 import sys
 import time
@@ -71,6 +72,12 @@ def main(argv: list[str]) -> int:
     return REFUSED
 
 
+def named(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("got an empty text; write a folder, or leave it out")
+    return text
+
+
 def say(text: str) -> None:
     print(f"miles run: {text}", file=sys.stderr, flush=True)
 
@@ -84,7 +91,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "130, 143, 129 paused by Ctrl-C, SIGTERM, SIGHUP.",
     )
     parser.add_argument("file", help="YAML file with the RLJob")
-    parser.add_argument("--run-dir", help="folder of this run, kept for resuming (default: runs/<name of the job>)")
+    parser.add_argument(
+        "--run-dir", type=named, help="folder of this run, kept for resuming (default: runs/<name of the job>)"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="override a field: spec.trainer.nodes=2"
     )
@@ -349,7 +358,7 @@ class Run:
         rows += [("next", kept)] if kept else []
         if outcome.code != REFUSED:
             rows += [*self.progress.summary(final), ("store", config.store.uri)]
-            rows.append(("report", f"miles report {self.folder.shown}"))
+            rows.append(("report", f"miles report {shlex.quote(self.folder.shown)}"))
         if config.output is not None and outcome.code == COMPLETE:
             rows.append(("model", config.output.uri))
         self.display.say("\n".join(f"  {label:<10} {text}" for label, text in rows))

@@ -63,9 +63,19 @@ class RunFolder:
         """The summary of an earlier run of the command that came to the end."""
 
     def __enter__(self) -> "RunFolder":
+        """Raises ValueError where the folder cannot be that of a run."""
+        try:
+            return self._enter()
+        except OSError as error:
+            self._take_away()
+            raise ValueError(
+                f"{error.filename or self.shown}: {error.strerror}, so no run can be in {self.shown}; {OTHER_FOLDER}"
+            ) from None
+
+    def _enter(self) -> "RunFolder":
         # What a refusal takes away again.
         self._made = [self.path / name for name in (*FOLDERS, *RECORDS, "run-id", "lock")]
-        self._made = [place for place in (*self._made, self.path, *self.path.parents) if not place.exists()]
+        self._made = [place for place in (*self._made, self.path, *self.path.parents) if not os.path.lexists(place)]
         self._claimed = False
         self._acquire()
         try:
@@ -73,6 +83,7 @@ class RunFolder:
             self.is_new = kept is None
             self.run_id = str(uuid.uuid4()) if kept is None else kept
         except BaseException:
+            self._take_away()
             os.close(self.lock)
             raise
         os.ftruncate(self.lock, 0)
@@ -183,7 +194,8 @@ class RunFolder:
             elif place.is_dir():
                 shutil.rmtree(place, ignore_errors=True)
             else:
-                place.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it never came to be
+                    place.unlink()
 
     def _kept_job(self) -> dict[str, Any] | None:
         """The job that was run here last; None: none was. Raises ValueError where that cannot be known, since the
@@ -200,7 +212,7 @@ class RunFolder:
             text = self._bytes("rljob.json")
             fault = "missing" if text is None else ""
             found = None if text is None else json.loads(text)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, OSError):
             found, fault = None, "not the JSON of a job"
         job, faults = (None, []) if fault else manifest.check(found)
         if job is None:

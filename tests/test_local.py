@@ -444,6 +444,24 @@ def test_relative_uris_are_those_of_the_folder_that_the_job_lies_in(tmp_path: pa
         claimed(tmp_path / "run", relative, "/c/d")
 
 
+@pytest.mark.parametrize("place", ["/proc/x", "file", "file/below", "dangling", "no-run-id", "no-lock"])
+def test_a_folder_that_cannot_be_a_runs_is_named_with_a_remedy(tmp_path: pathlib.Path, place: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "no-run-id" / "run-id").mkdir(parents=True)
+    (tmp_path / "no-lock" / "lock").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=rf"so no run can be in .*{place}; choose another folder with --run-dir$"):
+        claimed(tmp_path / place, job())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_empty_name_of_a_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        local.parse(["job.yaml", "--run-dir", ""])
+    assert "argument --run-dir: got an empty text" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["rljob.json", "run-id"])
 def test_a_run_that_has_lost_what_says_which_it_is_does_not_go_on(tmp_path: pathlib.Path, name: str) -> None:
     with RunFolder(str(tmp_path), print) as folder:
