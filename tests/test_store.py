@@ -14,6 +14,7 @@ from pipeline.config import RunConfig
 from pipeline.coordinator import Coordinator
 from pipeline.experience import Rollout, RolloutGroup
 from pipeline.messages import shard_key
+from pipeline.report import history
 from pipeline.resume import State
 from pipeline.storage import MemoryBucket, ObjectInfo, Storage, open_storage
 from pipeline.store import __main__ as command
@@ -124,6 +125,24 @@ def test_stats_count_steps_groups_and_tokens(run, capsys):
     assert said["samples"] == "8"
     assert said["completion tokens"] == "16, 2.0 a sample"
     assert said["over"] == "complete"
+
+
+@pytest.mark.parametrize("verb", [["stats"], ["export", "samples.parquet"], ["gc"]])
+def test_a_run_of_many_steps_and_attempts_can_be_counted_exported_and_tidied(run, verb, tmp_path):
+    folder = tmp_path / "store/default/sums/r1"
+    for name in ("metrics/v1", "attempts"):
+        folder.joinpath(name).mkdir(parents=True)
+    for step in range(1, STEPS + 1):
+        folder.joinpath(f"metrics/v1/{Version(1, step)}.json").write_text("{}")
+        folder.joinpath(f"attempts/{step}.json").write_bytes(folder.joinpath("run.json").read_bytes())
+    assert command.main([verb[0], run, *(str(tmp_path / name) for name in verb[1:])]) == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10])
+def test_thinned_items_are_evenly_spread_and_end_with_the_last(count):
+    chosen = history.thin(range(7), count)
+    assert (len(chosen), chosen[-1]) == (min(count, 7), 6)
+    assert chosen[0] == (0 if count > 1 else 6)
 
 
 def test_export_holds_the_trained_samples_in_the_order_of_the_steps(run, tmp_path):

@@ -112,9 +112,11 @@ async def evaluated(storage: Storage, step: int) -> list[experience.RolloutGroup
 
 
 def thin(items: Sequence[T], count: int) -> list[T]:
-    """At most `count` of `items`, evenly spread, the first and the last among them."""
+    """At most `count` of `items`, evenly spread, the first and the last among them; of one, the last."""
     if len(items) <= count:
         return list(items)
+    if count == 1:
+        return [items[-1]]
     return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]
 
 
