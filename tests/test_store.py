@@ -5,6 +5,7 @@ import dataclasses
 import json
 import random
 import re
+import shutil
 
 import pyarrow.parquet as pq
 import pytest
@@ -215,6 +216,15 @@ def test_a_users_mistake_is_one_line(run, arguments, message, capsys):
 
 
 # Garbage
+
+
+def test_a_copy_of_a_run_is_tidied_where_it_lies_and_the_original_is_left_alone(run, tmp_path, capsys):
+    before, copy = keys(run), tmp_path / "copy"
+    shutil.copytree(tmp_path / "store/default/sums/r1", copy)
+    assert command.main(["gc", str(copy)]) == 0
+    assert f"deleted from {copy.as_uri()}" in capsys.readouterr().out
+    assert keys(run) == before
+    assert before - keys(copy.as_uri()) == {f"checkpoints/{Version(1, 1)}/rank0.distcp"}
 
 
 def test_a_dry_run_names_what_could_go_and_deletes_nothing(run, capsys):

@@ -11,6 +11,8 @@ from pipeline.config import RunConfig
 from pipeline.storage import Corrupted, Storage, StorageError, exists, open_storage
 
 ATTEMPT = re.compile(r"attempts/(\d+)\.json")
+PREFIX_FOLDERS = ("attempts", "trainer", "control")
+"""One of these lies in each prefix of a run in a store, and none in the folder of a local run."""
 Document = dict[str, Any]
 REMEDY = "name a folder such as runs/NAME, or the prefix s3://BUCKET/…/RUN-ID that store.uri of its configuration gives"
 
@@ -23,9 +25,11 @@ async def open_run(run: str) -> tuple[Storage, RunConfig, str]:
             raise ValueError(f"{run}: there is no such folder; {REMEDY}")
         file = folder / "run.json"
         config = parse(file.read_bytes()) if file.is_file() else None
-        if config is not None:
+        # Only a run's own folder speaks of another place: a prefix is read where it lies, a copy of one included.
+        is_prefix = any((folder / name).is_dir() for name in PREFIX_FOLDERS)
+        if config is not None and not is_prefix:
             return _of_configuration(config, file)
-        if not (folder / "attempts").is_dir():
+        if not is_prefix:
             fault = f"{file} is no configuration of a run" if file.is_file() else f"{run}: there is no run.json"
             raise ValueError(f"{fault}; {REMEDY}")
         run = folder.as_uri()
