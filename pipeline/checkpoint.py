@@ -154,8 +154,8 @@ async def prune(storage: Storage, newest_version: Version, keep_last: int) -> Ch
     """
     keys: dict[Version, list[str]] = {}
     for info in await storage.list(FOLDER):
-        version = Version.parse(info.key.split("/")[1])
-        if version <= newest_version:
+        version = Version.of_key(info.key)
+        if version is not None and version <= newest_version:
             keys.setdefault(version, []).append(info.key)
     complete = [found for found in await newest(storage) if found.version <= newest_version]
     if not complete:

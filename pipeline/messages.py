@@ -10,6 +10,7 @@ control/state.json is written by the trainer of the highest term alone, writers/
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 from pipeline.versions import Version
@@ -31,6 +32,11 @@ def shard_place(key: str) -> tuple[str, int]:
     """(ULID, sequence number) of a shard's key."""
     _, _, ulid, name = key.split("/")
     return ulid, int(name.removesuffix(".parquet"))
+
+
+def is_shard(key: str) -> bool:
+    """Whether it is spelled as `shard_key` does: what else lies in the folder is none of the run's."""
+    return re.fullmatch(rf"{SHARDS_FOLDER}/[^/]+/\d{{20}}\.parquet", key) is not None
 
 
 def evaluation_key(step: int) -> str:

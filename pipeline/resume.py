@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pipeline.leases import Frontier, Ledger
-from pipeline.messages import WriterEntry, shard_place
+from pipeline.messages import WriterEntry, is_shard, shard_place
 from pipeline.roster import Known
 from pipeline.storage import ObjectInfo
 from pipeline.versions import Version
@@ -82,6 +82,8 @@ def expired(shards: Iterable[ObjectInfo], oldest: State, grace_s: float) -> list
     """
     keys = []
     for shard in shards:
+        if not is_shard(shard.key):
+            continue
         ulid, sequence = shard_place(shard.key)
         read = ulid not in oldest.cursors or sequence < oldest.cursors[ulid]
         if read and shard.modified < oldest.time - grace_s:

@@ -309,8 +309,8 @@ def _link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
 
 async def published(storage: Storage) -> set[Version]:
     """Versions whose manifest is there."""
-    names = [info.key.split("/") for info in await storage.list(FOLDER)]
-    return {Version.parse(name[1]) for name in names if name[2:] == [MANIFEST]}
+    found = [(info.key, Version.of_key(info.key)) for info in await storage.list(FOLDER)]
+    return {version for name, version in found if version is not None and name == key(version, MANIFEST)}
 
 
 def collectable(versions: Iterable[Version], keep: set[Version]) -> list[Version]:
@@ -321,7 +321,8 @@ def collectable(versions: Iterable[Version], keep: set[Version]) -> list[Version
 async def collect(storage: Storage, keep: set[Version]) -> list[Version]:
     """Delete the collectable versions, each manifest first, and return them. The log's collect record comes before."""
     files = await storage.list(FOLDER)
-    deleted = collectable({Version.parse(info.key.split("/")[1]) for info in files}, keep)
+    there = {version for info in files if (version := Version.of_key(info.key)) is not None}
+    deleted = collectable(there, keep)
     for version in deleted:
         await storage.delete(key(version, MANIFEST))
         for info in files:

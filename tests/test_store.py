@@ -17,7 +17,7 @@ from pipeline.experience import Rollout, RolloutGroup
 from pipeline.messages import shard_key
 from pipeline.report import history
 from pipeline.resume import State
-from pipeline.storage import MemoryBucket, ObjectInfo, Storage, open_storage
+from pipeline.storage import MemoryBucket, MemoryStorage, ObjectInfo, Storage, open_storage
 from pipeline.store import __main__ as command
 from pipeline.store import garbage, speed
 from pipeline.store.garbage import Facts
@@ -216,6 +216,27 @@ def test_a_users_mistake_is_one_line(run, arguments, message, capsys):
 
 
 # Garbage
+
+
+FOREIGN = ["weights/notes", "checkpoints/notes", "checkpoints/old/x", "rollouts/v1/foo.parquet", "rollouts/v1/A/foo"]
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+def test_what_is_none_of_the_runs_is_passed_over(key):
+    assert removed(objects(key)) == set()
+
+
+@pytest.mark.parametrize("verb", ["head", "stats", "gc"])
+def test_a_foreign_file_among_the_rollouts_stops_no_command(run, verb, tmp_path):
+    tmp_path.joinpath("store/default/sums/r1/rollouts/v1/.DS_Store").write_bytes(b"mine")
+    assert command.main([verb, run, *(["--retention", "window"] if verb == "gc" else [])]) == 0
+
+
+async def test_a_foreign_file_stops_no_collection_of_weights(clock):
+    storage = MemoryStorage(clock)
+    await storage.create("weights/notes", b"mine")
+    assert await weights.collect(storage, {Version(1, 1)}) == []
+    assert await weights.published(storage) == set()
 
 
 def test_a_copy_of_a_run_is_tidied_where_it_lies_and_the_original_is_left_alone(run, tmp_path, capsys):

@@ -112,7 +112,8 @@ def _versions(objects: list[ObjectInfo]) -> list[tuple[Version, list[ObjectInfo]
     """By version, the manifest first."""
     files: dict[Version, list[ObjectInfo]] = collections.defaultdict(list)
     for info in objects:
-        files[Version.parse(info.key.split("/")[1])].append(info)
+        if (version := Version.of_key(info.key)) is not None:
+            files[version].append(info)
     for part in files.values():
         part.sort(key=lambda info: not info.key.endswith(MANIFEST))
     return sorted(files.items())

@@ -18,9 +18,9 @@ from pipeline import archive, experience, selection
 from pipeline.archive import Shelf
 from pipeline.config import RunConfig
 from pipeline.experience import Damaged, RolloutGroup
-from pipeline.messages import SHARDS_FOLDER
+from pipeline.messages import SHARDS_FOLDER, is_shard
 from pipeline.report import history
-from pipeline.storage import Corrupted, Storage
+from pipeline.storage import Corrupted, ObjectInfo, Storage
 from pipeline.trainer_log import Plan
 from pipeline.where import Condition
 
@@ -38,7 +38,7 @@ async def newest(storage: Storage, count: int, condition: Condition | None = Non
     Raises ValueError if there are none.
     """
     lines: list[str] = []
-    for shard in sorted(await storage.list(SHARDS_FOLDER), key=lambda info: info.modified, reverse=True):
+    for shard in sorted(await _shards(storage), key=lambda info: info.modified, reverse=True):
         table = await _read(storage, shard.key)
         if isinstance(table, str):
             lines.append(f"{shard.key} is damaged: {_shown(table)}")
@@ -51,6 +51,10 @@ async def newest(storage: Storage, count: int, condition: Condition | None = Non
     if not lines:
         raise ValueError("no sample is like that" if condition else "no rollouts have been written yet")
     return lines
+
+
+async def _shards(storage: Storage) -> list[ObjectInfo]:
+    return [info for info in await storage.list(SHARDS_FOLDER) if is_shard(info.key)]
 
 
 def _groups(table: pa.Table, condition: Condition | None) -> list[tuple[RolloutGroup, list[int]]]:
@@ -85,7 +89,7 @@ def _shown(text: str) -> str:
 async def statistics(storage: Storage, config: RunConfig, condition: Condition | None = None) -> list[tuple[str, str]]:
     """(name, value)s; those of samples are of the ones for which `condition` is true."""
     past = await history.read(storage, history.Bounds(metrics=1))
-    shards = await storage.list(SHARDS_FOLDER)
+    shards = await _shards(storage)
     drops = ", ".join(f"{reason} {count}" for reason, count in sorted(past.drops.items()))
     size = sum(shard.size for shard in shards)
     rows = [
