@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -68,9 +69,17 @@ def measured(config: RunConfig, ranks: int) -> int:
     tensors = [*learner.policy.parameters(), *learner.policy.buffers(), *states]
     own = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     resident = sum({tensor.data_ptr(): tensor.nbytes for tensor in own}.values())
+    # A busy machine lets gloo hold buffers of an earlier exchange for longer: the least of two steps.
+    return min(
+        resident + most_held(lambda step=step: learner.update(batch, step, stop=lambda: False)) for step in (2, 3)
+    )
+
+
+def most_held(work: Callable[[], object]) -> int:
+    """Bytes at the peak of `work` beyond those at its start."""
     with torch.profiler.profile(profile_memory=True) as profile:
-        learner.update(batch, 2, stop=lambda: False)
-    held, peak = resident, resident
+        work()
+    held, peak = 0, 0
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
