@@ -4,8 +4,8 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 
-from pipeline.messages import CONTROL_KEY, ControlState
-from pipeline.storage import Conflict, ObjectInfo, Storage, StorageError
+from pipeline.messages import CONTROL_KEY, CONTROL_REMEDY, ControlState
+from pipeline.storage import Conflict, Corrupted, Object, ObjectInfo, Storage, StorageError
 from pipeline.trainer_log import Fenced
 
 
@@ -19,10 +19,10 @@ class ControlFile:
     async def seize(self, first: ControlState) -> tuple[ControlState | None, ObjectInfo]:
         """Make the file this term's, as the predecessor left it, or `first` if there is none.
 
-        Returns what the predecessor last wrote. Raises Fenced if a higher term has it.
+        Returns what the predecessor last wrote. Raises Fenced if a higher term has it, ValueError if it is damaged.
         """
         while True:
-            found = await self.storage.get(CONTROL_KEY)
+            found = await self._get()
             old = ControlState.decode(found.data) if found else None
             if old and old.term >= first.term:
                 raise _fenced(old.term, first.term)
@@ -40,7 +40,8 @@ class ControlFile:
     async def write(self, current: Callable[[], ControlState], fresh: bool = False) -> ObjectInfo | None:
         """Write the state that is current when it is this call's turn; None if it is there already and not `fresh`.
 
-        Raises Fenced if a higher term has the file, StorageError if the store does not answer in time.
+        Raises Fenced if a higher term has the file, StorageError if the store does not answer in time, ValueError if
+        the file was damaged.
         """
         async with self._writing:
             while True:
@@ -58,13 +59,19 @@ class ControlFile:
 
     async def _look_who_wrote(self, term: int) -> str:
         """The present etag, if a write of this trainer arrived although it seemed to fail; else it is fenced."""
-        found = await self.storage.get(CONTROL_KEY)
+        found = await self._get()
         if found is None:
             raise StorageError(f"{CONTROL_KEY} is gone: somebody has deleted the run's objects")
         present = ControlState.decode(found.data)
         if present.term != term:
             raise _fenced(present.term, term)
         return found.info.etag
+
+    async def _get(self) -> Object | None:
+        try:
+            return await self.storage.get(CONTROL_KEY)
+        except Corrupted as error:
+            raise ValueError(f"{error}; {CONTROL_REMEDY}") from None
 
 
 def _fenced(theirs: int, ours: int) -> Fenced:

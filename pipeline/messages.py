@@ -11,17 +11,28 @@ control/state.json is written by the trainer of the highest term alone, writers/
 import dataclasses
 import json
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from pipeline.versions import Version
 
+T = TypeVar("T")
 CONTROL_KEY = "control/state.json"
 WRITERS_FOLDER = "writers"
 SHARDS_FOLDER = "rollouts/v1"
+CONTROL_REMEDY = (
+    "while nothing of the run is going on, delete it: the next trainer writes it anew, and has generated again what was"
+    " in flight"
+)
 
 
 def writer_key(ulid: str) -> str:
     return f"{WRITERS_FOLDER}/{ulid}.json"
+
+
+def is_heartbeat(key: str) -> bool:
+    """Whether it is spelled as `writer_key` does: what else lies in the folder is none of the run's."""
+    return re.fullmatch(rf"{WRITERS_FOLDER}/[0-9A-Za-z]+\.json", key) is not None
 
 
 def shard_key(ulid: str, sequence: int) -> str:
@@ -99,7 +110,14 @@ class ControlState:
 
     @classmethod
     def decode(cls, data: bytes) -> "ControlState":
-        content = json.loads(data)
+        """Raises ValueError, which names key and remedy, for anything else."""
+        try:
+            return _decoded(data, cls._from_json)
+        except ValueError as error:
+            raise ValueError(f"{CONTROL_KEY} is damaged ({error}); {CONTROL_REMEDY}") from None
+
+    @classmethod
+    def _from_json(cls, content: dict[str, Any]) -> "ControlState":
         content["version"] = _version(content["version"])
         content["writers"] = {ulid: WriterEntry.from_json(entry) for ulid, entry in content["writers"].items()}
         request = content["evaluation"]
@@ -131,11 +149,22 @@ class Heartbeat:
 
     @classmethod
     def decode(cls, data: bytes) -> "Heartbeat":
-        content: dict[str, Any] = json.loads(data)
+        """Raises ValueError for anything else."""
+        return _decoded(data, cls._from_json)
+
+    @classmethod
+    def _from_json(cls, content: dict[str, Any]) -> "Heartbeat":
         content["version"] = _version(content["version"])
         content["handed_back"] = tuple(content["handed_back"])
         content["failures"] = {int(index): reason for index, reason in content["failures"].items()}
         return cls(**content)
+
+
+def _decoded(data: bytes, build: Callable[[dict[str, Any]], T]) -> T:
+    try:
+        return build(json.loads(data))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
 def _version(pair: list[int] | None) -> Version | None:

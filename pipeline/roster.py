@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import math
 
-from pipeline.messages import WRITERS_FOLDER, Heartbeat
+from pipeline.messages import WRITERS_FOLDER, Heartbeat, is_heartbeat
 from pipeline.storage import Corrupted, ObjectInfo, Storage
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Roster:
 
     async def refresh(self) -> list[tuple[Known, str]]:
         """Learn of new writers and new heartbeats; returns the (writer, reason)s to be revoked."""
-        listed = await self.storage.list(WRITERS_FOLDER)
+        listed = [info for info in await self.storage.list(WRITERS_FOLDER) if is_heartbeat(info.key)]
         await self._sweep(listed)
         changed = [info for info in listed if self._is_news(info)]
         gate = asyncio.Semaphore(GETS_AT_ONCE)
@@ -126,8 +126,8 @@ class Roster:
             try:
                 found = await self.storage.get(info.key)
                 return Heartbeat.decode(found.data) if found else None
-            except (Corrupted, ValueError, KeyError, TypeError) as error:
-                log.warning("%s cannot be read (%s)", info.key, error)
+            except (Corrupted, ValueError) as error:
+                log.warning("%s is damaged, and passed over until its worker writes it again (%s)", info.key, error)
                 return None
 
     def _superseded(self) -> dict[str, tuple[Known, str]]:

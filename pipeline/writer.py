@@ -26,7 +26,7 @@ from pipeline.messages import (
     shard_key,
     writer_key,
 )
-from pipeline.storage import Conflict, Storage
+from pipeline.storage import Conflict, Storage, StorageError
 from pipeline.versions import Version
 
 log = logging.getLogger(__name__)
@@ -93,11 +93,14 @@ class Writer:
     async def sync(self, report: Report) -> Control:
         """Look at control/state.json, then tell the trainer what is new or that this writer is alive.
 
-        Raises StorageError if the store does not answer in time (try again: leases are kept for a while),
-        Superseded if another process has taken this instance's place.
+        Raises StorageError if the store does not answer in time, or the trainer's file is damaged (try again: leases
+        are kept for a while), Superseded if another process has taken this instance's place.
         """
         found = await self.storage.get(CONTROL_KEY)
-        state = ControlState.decode(found.data) if found else None
+        try:
+            state = ControlState.decode(found.data) if found else None
+        except ValueError as error:
+            raise StorageError(str(error)) from None
         entry = state.writers.get(self.ulid) if state else None
         if state and entry and entry.final is not None:
             await self._reincarnate(state)

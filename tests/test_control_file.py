@@ -5,7 +5,7 @@ import pytest
 
 from pipeline.control_file import ControlFile
 from pipeline.messages import CONTROL_KEY, ControlState, WriterEntry
-from pipeline.storage import MemoryStorage, Storage, StorageError, Transient
+from pipeline.storage import MemoryStorage, Object, Storage, StorageError, Transient
 from pipeline.trainer_log import Fenced
 from pipeline.versions import Version
 
@@ -132,3 +132,16 @@ async def test_a_trainer_that_is_overtaken_right_after_its_write_does_not_learn_
     await old.write(lambda: at_step(1))
     with pytest.raises(Fenced, match="term 2"):
         await old.write(lambda: at_step(2))
+
+
+@pytest.mark.parametrize("torn", [b"", b"{}", b"[1]", b"null"])
+@pytest.mark.parametrize("metadata", [{}, {"sha256": "another"}])
+async def test_a_damaged_file_is_named_with_its_remedy_whoever_meets_it(clock, torn, metadata):
+    store = MemoryStorage(clock)
+    file = ControlFile(store)
+    written = await file.seize(FIRST)
+    info = dataclasses.replace(written[1], etag="later")
+    store.memory.objects[CONTROL_KEY] = Object(info, torn, metadata)
+    for attempt in (ControlFile(store).seize(dataclasses.replace(FIRST, term=2)), file.write(lambda: at_step(1))):
+        with pytest.raises(ValueError, match=r"control/state.json .*; while nothing of the run is going on, delete it"):
+            await attempt

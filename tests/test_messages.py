@@ -1,3 +1,5 @@
+import pytest
+
 from pipeline.messages import ControlState, EvaluationRequest, Heartbeat, WriterEntry, evaluation_key, shard_key
 from pipeline.versions import Version
 
@@ -30,3 +32,14 @@ def test_a_heartbeat_survives_its_encoding():
 def test_keys_of_one_folder_sort_like_their_numbers():
     assert sorted([shard_key("A", 10), shard_key("A", 9)]) == [shard_key("A", 9), shard_key("A", 10)]
     assert sorted([evaluation_key(10), evaluation_key(9)]) == [evaluation_key(9), evaluation_key(10)]
+
+
+DAMAGED = [b"", b"{", b"{}", b"[1]", b"null", b'"x"', b"NaN", b"[" * 100_000, b'{"version": 3}']
+
+
+@pytest.mark.parametrize("data", DAMAGED, ids=lambda data: data[:8].decode())
+def test_what_is_damaged_is_one_kind_of_error_and_the_trainers_file_comes_with_its_remedy(data: bytes):
+    with pytest.raises(ValueError):  # noqa: PT011 (its readers name the key)
+        Heartbeat.decode(data)
+    with pytest.raises(ValueError, match=r"control/state.json is damaged \(.*\); while nothing .* delete it"):
+        ControlState.decode(data)

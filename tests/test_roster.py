@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.messages import Heartbeat, writer_key
 from pipeline.roster import GONE_AFTER, Known, Roster
-from pipeline.storage import MemoryStorage, Object
+from pipeline.storage import MemoryStorage, Object, ObjectInfo
 from pipeline.versions import Version
 
 
@@ -117,3 +117,13 @@ async def test_what_writers_long_gone_have_left_is_deleted_and_the_others_stay(
     del roster.writers["LOST"]
     await roster.refresh()
     assert list(store.memory.objects) == [writer_key("LIVE")]
+
+
+async def test_files_that_are_no_heartbeats_are_neither_read_nor_deleted(store: MemoryStorage, roster: Roster, clock):
+    old = ObjectInfo("writers/.DS_Store", 4, "e", clock.time)
+    store.memory.objects[old.key] = Object(old, b"mine", {})
+    await store.put("writers/notes.txt", b"mine")
+    clock.time += GONE_AFTER * 60.0 + 1
+    roster.wrote(clock.time)
+    assert await roster.refresh() == []
+    assert sorted(store.memory.objects) == ["writers/.DS_Store", "writers/notes.txt"]

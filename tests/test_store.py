@@ -14,7 +14,7 @@ from pipeline import experience, weights
 from pipeline.config import RunConfig
 from pipeline.coordinator import Coordinator
 from pipeline.experience import Rollout, RolloutGroup
-from pipeline.messages import shard_key
+from pipeline.messages import evaluation_key, shard_key
 from pipeline.report import history
 from pipeline.resume import State
 from pipeline.storage import MemoryBucket, MemoryStorage, ObjectInfo, Storage, open_storage
@@ -219,6 +219,8 @@ def test_a_users_mistake_is_one_line(run, arguments, message, capsys):
 
 
 FOREIGN = ["weights/notes", "checkpoints/notes", "checkpoints/old/x", "rollouts/v1/foo.parquet", "rollouts/v1/A/foo"]
+FOREIGN += ["writers/.DS_Store", "writers/notes", "evaluations/v1/.x.parquet", "evaluations/v1/mine.parquet"]
+FOREIGN += ["probe/notes", "probe/.DS_Store"]
 
 
 @pytest.mark.parametrize("key", FOREIGN)
@@ -246,6 +248,27 @@ def test_a_copy_of_a_run_is_tidied_where_it_lies_and_the_original_is_left_alone(
     assert f"deleted from {copy.as_uri()}" in capsys.readouterr().out
     assert keys(run) == before
     assert before - keys(copy.as_uri()) == {f"checkpoints/{Version(1, 1)}/rank0.distcp"}
+
+
+@pytest.mark.parametrize("torn", ["{}", "[1]", "null", "NaN", ""])
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_dead_workers_torn_heartbeat_and_hidden_files_stop_no_gc(run, torn, sealed, tmp_path):
+    folder = tmp_path / "store/default/sums/r1"
+    (heartbeat,) = folder.glob("writers/*.json")
+    heartbeat.write_text(torn)
+    if not sealed:
+        shutil.rmtree(folder / ".miles")
+    for name in ("writers/.x.json", "evaluations/v1/.x.json"):
+        folder.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+        folder.joinpath(name).write_text("{")
+    assert command.main(["gc", run]) == 0
+
+
+@pytest.mark.parametrize("torn", ["{}", "[1]", "null", ""])
+def test_a_torn_control_file_is_named_by_gc_with_its_remedy(run, torn, tmp_path, capsys):
+    tmp_path.joinpath("store/default/sums/r1/control/state.json").write_text(torn)
+    assert command.main(["gc", run]) == 2
+    assert re.search(r"control/state.json .*; while nothing of the run is going on, delete it", capsys.readouterr().err)
 
 
 def test_a_dry_run_names_what_could_go_and_deletes_nothing(run, capsys):
@@ -320,9 +343,9 @@ def test_rollouts_stay_that_the_oldest_kept_checkpoint_would_read_again():
 
 
 def test_leftovers_go_when_nobody_can_be_writing_them_any_more():
-    old = ["writers/A.json", "probe/x/0", "evaluations/v1/s1.parquet", "evaluations/v1/s2.parquet"]
-    finished = ["evaluations/v1/s2.json"]
-    assert removed(objects(*old, *finished)) == set(old) - {"evaluations/v1/s2.parquet"}
+    first, second = (evaluation_key(step).removesuffix(".json") for step in (1, 2))
+    old = ["writers/A.json", f"probe/{'0a' * 8}/3/b/c", f"{first}.parquet", f"{second}.parquet"]
+    assert removed(objects(*old, f"{second}.json")) == set(old) - {f"{second}.parquet"}
     assert removed(objects(*old, modified=1e6 - 100)) == set()
 
 

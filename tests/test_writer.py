@@ -213,3 +213,10 @@ async def test_that_a_writer_was_revoked_is_told_even_if_registering_again_faile
         await scene.writer.sync(IDLE)
     outage.before = Outage().before  # type: ignore[method-assign]
     assert (await scene.writer.sync(IDLE)).revoked
+
+
+async def test_a_damaged_file_of_the_trainer_is_sat_out_like_an_outage(scene: Scene):
+    await scene.writer.register()
+    await scene.plain.put(CONTROL_KEY, b"{}")
+    with pytest.raises(StorageError, match=r"control/state.json is damaged"):
+        await scene.writer.sync(IDLE)

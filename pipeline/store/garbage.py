@@ -8,13 +8,22 @@ what that takes, and a live one is only looked at.
 import collections
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Iterable
 from typing import Any
 
 from pipeline import weights
 from pipeline.config import RunConfig
-from pipeline.messages import CONTROL_KEY, SHARDS_FOLDER, WRITERS_FOLDER, ControlState, Heartbeat
+from pipeline.messages import (
+    CONTROL_KEY,
+    CONTROL_REMEDY,
+    SHARDS_FOLDER,
+    WRITERS_FOLDER,
+    ControlState,
+    Heartbeat,
+    is_heartbeat,
+)
 from pipeline.report import history
 from pipeline.resume import State, expired
 from pipeline.roster import GONE_AFTER
@@ -24,7 +33,8 @@ from pipeline.storage.check import FOLDER as PROBE
 from pipeline.versions import Version
 
 CHECKPOINTS = "checkpoints"
-EVALUATIONS = "evaluations/v1"
+EVALUATION = re.compile(r"evaluations/v1/s\d{20}\.(json|parquet)")
+PROBED = re.compile(rf"{PROBE}/[0-9a-f]{{16}}/[0-9a-z/]+")
 MANIFEST = "MANIFEST.json"
 SKEW_S = 3600.0
 """This machine's clock may be so far ahead of the store's."""
@@ -98,13 +108,16 @@ def _shards(objects: list[ObjectInfo], facts: Facts) -> list[Removal]:
 
 def _leftovers(folders: dict[str, list[ObjectInfo]], facts: Facts) -> list[Removal]:
     old = facts.now - GONE_AFTER * facts.lease_timeout_s
-    answered = {info.key.removesuffix(".json") for info in folders["evaluations"] if info.key.endswith(".json")}
-    orphans = [info for info in folders["evaluations"] if info.key.removesuffix(".parquet") not in answered]
+    evaluations = [info for info in folders["evaluations"] if EVALUATION.fullmatch(info.key)]
+    answered = {info.key.removesuffix(".json") for info in evaluations if info.key.endswith(".json")}
+    orphans = [info for info in evaluations if info.key.removesuffix(".parquet") not in answered]
     samples = [info for info in orphans if info.key.endswith(".parquet")]
+    heartbeats = [info for info in folders[WRITERS_FOLDER] if is_heartbeat(info.key)]
+    probes = [info for info in folders[PROBE] if PROBED.fullmatch(info.key)]
     return [
-        *_all([info for info in folders[WRITERS_FOLDER] if info.modified < old], "heartbeats of workers long gone"),
+        *_all([info for info in heartbeats if info.modified < old], "heartbeats of workers long gone"),
         *_all([info for info in samples if info.modified < old], "samples of evaluations that were never finished"),
-        *_all([info for info in folders[PROBE] if info.modified < old], "objects of a check that was killed"),
+        *_all([info for info in probes if info.modified < old], "objects of a check that was killed"),
     ]
 
 
@@ -170,21 +183,20 @@ async def _complete(storage: Storage, objects: list[ObjectInfo]) -> dict[Version
 
 async def _in_use(storage: Storage, objects: list[ObjectInfo], states: Iterable[State]) -> set[Version]:
     versions = {version for state in states for version in state.evaluations.values()}
-    control = await storage.get(CONTROL_KEY)
+    try:
+        control = await storage.get(CONTROL_KEY)
+    except Corrupted as error:
+        raise ValueError(f"{error}; {CONTROL_REMEDY}") from None
     if control is not None:
-        try:
-            state = ControlState.decode(control.data)
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{CONTROL_KEY} is damaged, and it says which weights are in use") from None
+        state = ControlState.decode(control.data)
         versions |= {state.version} if state.version else set()
         versions |= {state.evaluation.version} if state.evaluation else set()
     best: tuple[float, Version] | None = None
     for info in objects:
-        if info.key.startswith(f"{WRITERS_FOLDER}/"):
-            found = await storage.get(info.key)
-            loaded = Heartbeat.decode(found.data).version if found else None
+        if is_heartbeat(info.key):
+            loaded = await _loaded(storage, info.key)
             versions |= {loaded} if loaded else set()
-        elif info.key.startswith(f"{EVALUATIONS}/") and info.key.endswith(".json"):
+        elif EVALUATION.fullmatch(info.key) and info.key.endswith(".json"):
             content = await _json(storage, info.key)
             value = score(content) if isinstance(content.get("sets"), dict) else None
             if value is not None and (best is None or value > best[0]):
@@ -192,11 +204,20 @@ async def _in_use(storage: Storage, objects: list[ObjectInfo], states: Iterable[
     return versions | ({best[1]} if best else set())
 
 
+async def _loaded(storage: Storage, key: str) -> Version | None:
+    """The weights that a worker has; None for a damaged heartbeat too: a worker that lives writes it again."""
+    try:
+        found = await storage.get(key)
+        return Heartbeat.decode(found.data).version if found else None
+    except (Corrupted, ValueError):
+        return None
+
+
 async def _json(storage: Storage, key: str) -> dict[str, Any]:
     """The JSON object at `key`; empty for what is damaged."""
     try:
         found = await storage.get(key)
         content = json.loads(found.data) if found else {}
-    except (Corrupted, ValueError):
+    except (Corrupted, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
