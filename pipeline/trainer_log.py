@@ -218,7 +218,7 @@ def decode(data: bytes) -> Record:
             content["drops"] = tuple(Drop(**drop) for drop in content["drops"])
             content["quarantined"] = tuple(Quarantine(**shard) for shard in content["quarantined"])
         return KINDS[kind](**content)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a record of the trainer's log: {data[:200]!r} ({error})") from None
 
 

@@ -271,6 +271,16 @@ def test_a_torn_control_file_is_named_by_gc_with_its_remedy(run, torn, tmp_path,
     assert re.search(r"control/state.json .*; while nothing of the run is going on, delete it", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("verb", ["head", "stats", "export", "gc"])
+@pytest.mark.parametrize("damaged", ["run.json", f"checkpoints/{Version(1, STEPS)}/MANIFEST.json"])
+def test_a_deeply_nested_object_is_damaged_like_any_other(run, verb, damaged, tmp_path, capsys):
+    tmp_path.joinpath("store/default/sums/r1", damaged).write_text("[" * 100_000)
+    shutil.rmtree(tmp_path / "store/default/sums/r1/.miles")
+    file = [str(tmp_path / "samples.parquet")] if verb == "export" else []
+    assert command.main([verb, run, *file]) == (2 if damaged == "run.json" else 0)
+    assert capsys.readouterr().err.count("\n") == (damaged == "run.json")
+
+
 def test_a_dry_run_names_what_could_go_and_deletes_nothing(run, capsys):
     before = keys(run)
     assert command.main(["gc", "--dry-run", "--retention", "window", run]) == 0

@@ -48,7 +48,11 @@ def test_that_a_plan_is_replayed_is_not_part_of_the_record():
     assert decode(encode(Plan(2, 1, (), replayed=True))) == Plan(2, 1, ())
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"type": "party"}', b'{"type": "stop", "term": 1}', b'"plan"'])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[]", b"{}", b'{"type": "party"}', b'{"type": "stop", "term": 1}', b'"plan"', b"[" * 100_000],
+    ids=lambda data: data[:8].decode(),
+)
 def test_what_is_no_record_is_refused_with_its_text(data: bytes):
     with pytest.raises(ValueError):  # noqa: PT011 (json's own error is one, too)
         decode(data)

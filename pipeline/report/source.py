@@ -67,7 +67,7 @@ async def read(storage: Storage, key: str, omissions: list[str]) -> Document | N
     try:
         found = await storage.get(key)
         content = json.loads(found.data) if found else None
-    except (Corrupted, ValueError):
+    except (Corrupted, ValueError, RecursionError):
         content = ()
     if content is None or isinstance(content, dict):
         return content
@@ -104,7 +104,7 @@ def parse(data: bytes) -> RunConfig | None:
     """A RunConfig in JSON; None for anything else."""
     try:
         return parsed(json.loads(data))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
