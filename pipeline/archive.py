@@ -160,8 +160,10 @@ class Shelf:
             if found.info.sha256 != sha256:
                 return f"{key}: its sha256 is not that of the log; it was changed after it was trained"
             return experience.decode(found.data, self.vocabulary, self.group_size)
-        except (Corrupted, Damaged) as error:
+        except Corrupted as error:
             return str(error)
+        except Damaged as error:
+            return f"{key}: {error}"
 
 
 class Archive(Dispatcher):

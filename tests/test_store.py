@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import experience, weights
+from pipeline.archive import Shelf
 from pipeline.config import RunConfig
 from pipeline.coordinator import Coordinator
 from pipeline.experience import Rollout, RolloutGroup
@@ -21,6 +22,7 @@ from pipeline.storage import MemoryBucket, MemoryStorage, ObjectInfo, Storage, o
 from pipeline.store import __main__ as command
 from pipeline.store import garbage, speed
 from pipeline.store.garbage import Facts
+from pipeline.trainer_log import GroupRef
 from pipeline.versions import Version
 from pipeline.writer import Report, Writer
 from tests.conftest import SkippingClock
@@ -193,10 +195,33 @@ def test_a_condition_that_chooses_nothing_says_so(run, tmp_path, capsys):
 def test_export_leaves_out_what_is_damaged_and_says_so(run, tmp_path, capsys):
     damaged = next(key for key in sorted(keys(run)) if key.startswith("rollouts/"))
     tmp_path.joinpath("store/default/sums/r1", damaged).write_bytes(b"rot")
-    assert command.main(["export", run, str(tmp_path / "samples.parquet")]) == 0
+    assert command.main(["export", run, str(tmp_path / "samples.parquet")]) == 1
     said = capsys.readouterr()
     assert "6 samples of 2 steps" in said.out
+    assert re.fullmatch(rf"left out: step 1: 1 groups: .*{damaged}.*\n", said.err)
+
+
+def test_export_of_a_copy_names_the_damaged_shard_and_the_damaged_record_of_the_log(run, tmp_path, capsys):
+    damaged = next(key for key in sorted(keys(run)) if key.startswith("rollouts/"))
+    folder = tmp_path / "store/default/sums/r1"
+    shutil.rmtree(folder / ".miles")
+    folder.joinpath(damaged).write_bytes(b"rot")
+    record = f"trainer/log/{2:020d}.json"
+    folder.joinpath(record).write_text("{}")
+    assert command.main(["export", run, str(tmp_path / "samples.parquet")]) == 1
+    said = capsys.readouterr()
+    assert "2 samples of 1 steps" in said.out
+    assert said.err.count("left out: ") == 2
+    assert f"left out: {record} is damaged" in said.err
     assert damaged in said.err
+
+
+@pytest.mark.parametrize("content", [b"rot", b""])
+async def test_a_shard_that_is_no_parquet_is_named_although_its_sha256_is_that_of_the_log(clock, content):
+    storage = MemoryStorage(clock)
+    info = await storage.create("rollouts/v1/A/0.parquet", content)
+    said = await Shelf(storage).table(GroupRef(0, info.key, info.sha256, 0, 2))
+    assert str(said).startswith("rollouts/v1/A/0.parquet: ")
 
 
 @pytest.mark.parametrize(

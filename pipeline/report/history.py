@@ -90,6 +90,12 @@ async def read(storage: Storage, bounds: Bounds = Bounds()) -> History:
     )
 
 
+async def plans(storage: Storage, records: int) -> tuple[dict[int, Plan], list[str]]:
+    """Step → the plan that counts, of the newest `records` of the log, and what was left out, one sentence each."""
+    omissions: list[str] = []
+    return trainer_log.surviving(await _log(storage, Bounds(records=records), omissions)), omissions
+
+
 async def groups(storage: Storage, plan: Plan, condition: Condition | None = None) -> list[experience.RolloutGroup]:
     """The groups that `plan` trained, in its order; those whose shard is gone or damaged are left out.
 

@@ -17,6 +17,7 @@ except ModuleNotFoundError as missing:
     print(f"miles store: needs {missing.name}, which is not installed: pip install 'miles[rollout]'", file=sys.stderr)
     sys.exit(2)
 
+INCOMPLETE = 1  # exit code for what was done as far as it could be
 REFUSED = 2  # exit code for what the user must mend
 UNITS = ("B", "KB", "MB", "GB", "TB")
 RUN = "a run's folder (runs/NAME) or its prefix in the store (s3://…, file:///…)"
@@ -51,7 +52,12 @@ def _parser() -> argparse.ArgumentParser:
     head = command("head", head_, "the samples that were written last", RUN)
     head.add_argument("-n", type=_positive, default=3, metavar="N", help="how many groups (default 3)")
     stats_ = command("stats", stats, "how much a run has generated, trained and dropped", RUN)
-    export = command("export", export_, "the trained samples in the order of the steps, as one file", RUN)
+    export = command(
+        "export",
+        export_,
+        "the trained samples in the order of the steps, as one file (exit code 1: some are missing)",
+        RUN,
+    )
     export.add_argument("file", metavar="FILE", help="a name that ends in .parquet or .jsonl")
     for added in (head, stats_, export):
         added.add_argument(
@@ -142,8 +148,8 @@ async def export_(options: Any) -> int:
     written = await samples.export(storage, config, options.file, options.where)
     print(f"{options.file}: {written.samples:,} samples of {written.steps} steps")
     for omission in written.omissions:
-        print(omission, file=sys.stderr)
-    return 0
+        print(f"left out: {omission}", file=sys.stderr)
+    return INCOMPLETE if written.omissions else 0
 
 
 async def gc_(options: Any) -> int:

@@ -176,9 +176,9 @@ async def export(storage: Storage, config: RunConfig, file: str, condition: Cond
     kind = pathlib.Path(file).suffix
     if kind not in SINKS:
         raise ValueError(f"{file}: the name must end in {' or '.join(SINKS)}")
-    plans = (await history.read(storage, history.Bounds(metrics=1, records=RECORDS))).plans
+    plans, omissions = await history.plans(storage, RECORDS)
     shelf = Shelf(archive.shards(config, storage))
-    written, temporary = Written(), f"{file}.{secrets.token_hex(4)}.partial"
+    written, temporary = Written(omissions=omissions), f"{file}.{secrets.token_hex(4)}.partial"
     sink: Sink | None = None
     try:
         async for table in _trained(shelf, plans.values(), written, archive.condition(config), condition):
@@ -199,15 +199,15 @@ async def _trained(
 ) -> AsyncIterator[pa.Table]:
     """A table a step; `own` is the run's condition on the stored samples that it trains again."""
     for plan in plans:
-        parts = []
+        parts, missing = [], collections.Counter[str]()
         for group in plan.groups:
             table = await shelf.table(group)
             if isinstance(table, str):
-                omission = f"step {plan.step}: {table}"
-                written.omissions += [omission] if omission not in written.omissions[-1:] else []
+                missing[table] += 1
                 continue
             part = selection.narrowed(table.slice(group.start, group.stop - group.start), own)
             parts.append(selection.rows(part, condition))
+        written.omissions += [f"step {plan.step}: {count} groups: {why}" for why, count in missing.items()]
         if parts and (table := pa.concat_tables(parts)).num_rows:
             written.steps += 1
             written.samples += table.num_rows
