@@ -104,6 +104,34 @@ def test_the_check_of_a_store_that_lets_every_writer_win_names_what_fails_and_th
     assert "use a store with atomic conditional writes" in said.err
 
 
+@pytest.mark.parametrize("name", ["{root}/tipo", "file://{root}/tipo", "file://{root}?x=1", "file://{root}#f", "tipo"])
+def test_the_check_makes_no_mistyped_folder(name, tmp_path, monkeypatch, capsys):
+    root = tmp_path / "store"
+    root.mkdir()
+    monkeypatch.chdir(root)
+    assert command.main(["check", name.format(root=root)]) == 2
+    assert "there is no such folder; make it first (mkdir -p)" in capsys.readouterr().err
+    assert list(tmp_path.rglob("*")) == [root]
+
+
+@pytest.mark.parametrize("verb", [["ls"], ["head"], ["stats"], ["export", "x.jsonl"], ["gc", "--dry-run"]])
+def test_who_only_looks_writes_nothing_to_the_store(run, verb, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "store/default/sums/r1"
+    shutil.rmtree(folder / ".miles")
+    assert command.main([verb[0], "store/default/sums/r1", *verb[1:]]) == 0
+    assert not folder.joinpath(".miles").exists()
+
+
+def test_a_relative_folder_is_a_place(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(speed, "LARGE", 1_000_000)
+    monkeypatch.chdir(tmp_path / "store/default/sums")
+    assert command.main(["ls", "r1"]) == 0
+    assert "run.json" in capsys.readouterr().out
+    tmp_path.joinpath("new ü").mkdir()
+    assert command.main(["check", "../../../new ü"]) == 0
+
+
 def test_ls_counts_what_lies_below_each_name(run, capsys):
     assert command.main(["ls", run]) == 0
     lines = {line.split()[-1]: line.split()[0] for line in capsys.readouterr().out.splitlines()}

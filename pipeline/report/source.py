@@ -17,8 +17,11 @@ Document = dict[str, Any]
 REMEDY = "name a folder such as runs/NAME, or the prefix s3://BUCKET/…/RUN-ID that store.uri of its configuration gives"
 
 
-async def open_run(run: str) -> tuple[Storage, RunConfig, str]:
-    """The run's storage, its newest configuration, and its URI. Raises ValueError for what is no run."""
+async def open_run(run: str, read_only: bool = True) -> tuple[Storage, RunConfig, str]:
+    """The run's storage, its newest configuration, and its URI. Raises ValueError for what is no run.
+
+    `read_only`: nothing is written to a folder, which may be one that cannot be written to.
+    """
     if "://" not in run:
         folder = pathlib.Path(run).absolute()
         if not folder.is_dir():
@@ -28,28 +31,28 @@ async def open_run(run: str) -> tuple[Storage, RunConfig, str]:
         # Only a run's own folder speaks of another place: a prefix is read where it lies, a copy of one included.
         is_prefix = any((folder / name).is_dir() for name in PREFIX_FOLDERS)
         if config is not None and not is_prefix:
-            return _of_configuration(config, file)
+            return _of_configuration(config, file, read_only)
         if not is_prefix:
             fault = f"{file} is no configuration of a run" if file.is_file() else f"{run}: there is no run.json"
             raise ValueError(f"{fault}; {REMEDY}")
         run = folder.as_uri()
     if not exists(run):
         raise ValueError(f"{run}: there is no such folder; {REMEDY}")
-    storage = open_storage(run)
+    storage = open_storage(run, read_only=read_only)
     found = await in_store(storage)
     if found is None:
         raise ValueError(f"{run}: neither attempts/ nor run.json there holds the configuration of a run; {REMEDY}")
     return storage, found, run
 
 
-def _of_configuration(config: RunConfig, file: pathlib.Path) -> tuple[Storage, RunConfig, str]:
+def _of_configuration(config: RunConfig, file: pathlib.Path, read_only: bool) -> tuple[Storage, RunConfig, str]:
     """`file` is where `config` was found."""
     store = config.store
     if not exists(store.uri):
         raise ValueError(
             f"{file}: its store {store.uri} is not there: it was moved or deleted, or the run has not begun; {REMEDY}"
         )
-    return open_storage(store.uri, store.endpoint, store.region), config, store.uri
+    return open_storage(store.uri, store.endpoint, store.region, read_only=read_only), config, store.uri
 
 
 async def in_store(storage: Storage) -> RunConfig | None:
@@ -84,7 +87,7 @@ async def delivery(config: RunConfig, omissions: list[str]) -> Document | None:
     if config.output is None or not exists(config.output.uri):
         return None
     try:
-        target = open_storage(config.output.uri, config.store.endpoint, config.store.region)
+        target = open_storage(config.output.uri, config.store.endpoint, config.store.region, read_only=True)
         damaged: list[str] = []
         manifest = await read(target, "MANIFEST.json", damaged)
     except StorageError:

@@ -81,5 +81,7 @@ def open_storage(
 
 def exists(uri: str) -> bool:
     """Whether a local folder is there; other places are asked when they are read."""
-    parts = urllib.parse.urlsplit(uri)
-    return parts.scheme not in ("", "file") or pathlib.Path(urllib.parse.unquote(parts.path)).is_dir()
+    scheme, separator, rest = uri.partition("://")
+    if separator and scheme != "file":
+        return True
+    return pathlib.Path(urllib.parse.unquote(rest) if separator else uri).is_dir()

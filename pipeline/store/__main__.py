@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import pathlib
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 try:
     from pipeline import where
     from pipeline.report import source
-    from pipeline.storage import ObjectInfo, Storage, StorageError, exists, open_storage
+    from pipeline.storage import ObjectInfo, StorageError, exists, open_storage
     from pipeline.storage.check import examine
     from pipeline.store import garbage, samples, speed
     from pipeline.where import Condition
@@ -85,7 +86,7 @@ def _condition(text: str) -> Condition:
 
 
 async def check(options: Any) -> int:
-    storage = open_storage(options.uri)
+    storage = open_storage(_existing(options.uri, "; make it first (mkdir -p) if it is to become a store"))
     findings = await examine(storage)
     for finding in findings:
         print(f"{'no' if finding.fault else 'yes':4}{finding.title:60}{finding.seconds:7.2f} s")
@@ -100,7 +101,7 @@ async def check(options: Any) -> int:
 
 
 async def ls(options: Any) -> int:
-    storage = _existing(options.uri)
+    storage = open_storage(_existing(options.uri), read_only=True)
     folders: dict[str, list[ObjectInfo]] = {}
     for info in await storage.list(""):
         name, slash, _ = info.key.partition("/")
@@ -123,10 +124,11 @@ def _size(objects: Iterable[Any]) -> str:
     return f"{amount:.0f} {UNITS[unit]}" if unit == 0 else f"{amount:.1f} {UNITS[unit]}"
 
 
-def _existing(uri: str) -> Storage:
-    if not exists(uri if "://" in uri else f"file://{uri}"):
-        raise ValueError(f"{uri}: there is no such folder")
-    return open_storage(uri)
+def _existing(place: str, remedy: str = "") -> str:
+    """The URI of a store. Raises ValueError for a folder that is not there: it may be mistyped, and is not made."""
+    if not exists(place):
+        raise ValueError(f"{place}: there is no such folder{remedy}")
+    return place if "://" in place else pathlib.Path(place).absolute().as_uri()
 
 
 async def head_(options: Any) -> int:
@@ -153,7 +155,7 @@ async def export_(options: Any) -> int:
 
 
 async def gc_(options: Any) -> int:
-    storage, config, uri = await source.open_run(options.uri)
+    storage, config, uri = await source.open_run(options.uri, read_only=options.dry_run)
     retention = options.retention or config.store.retention
     removals = await garbage.find(storage, config, retention)
     for why, part in garbage.by_reason(removals).items():
