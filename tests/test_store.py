@@ -334,6 +334,19 @@ def test_a_deeply_nested_object_is_damaged_like_any_other(run, verb, damaged, tm
     assert capsys.readouterr().err.count("\n") == (damaged == "run.json")
 
 
+@pytest.mark.parametrize("place", ["store/default/sums/r1", "folder"])
+def test_a_run_of_another_version_is_called_so_with_the_fields_that_are_not_understood(run, place, tmp_path, capsys):
+    record = json.loads(tmp_path.joinpath("store/default/sums/r1/run.json").read_text())
+    record["config"]["algorithm"]["correction"] = {"shape": "round"}
+    tmp_path.joinpath("folder").mkdir()
+    tmp_path.joinpath(place, "run.json").write_text(json.dumps(record if place != "folder" else record["config"]))
+    shutil.rmtree(tmp_path / "store/default/sums/r1/.miles")
+    assert command.main(["stats", str(tmp_path / place)]) == 2
+    said = capsys.readouterr().err
+    assert "run.json: this run comes from another version of Miles" in said
+    assert "does not understand algorithm.correction" in said
+
+
 def test_a_dry_run_names_what_could_go_and_deletes_nothing(run, capsys):
     before = keys(run)
     assert command.main(["gc", "--dry-run", "--retention", "window", run]) == 0

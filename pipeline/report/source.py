@@ -13,6 +13,7 @@ from pipeline.storage import Corrupted, Storage, StorageError, exists, open_stor
 ATTEMPT = re.compile(r"attempts/(\d+)\.json")
 PREFIX_FOLDERS = ("attempts", "trainer", "control")
 """One of these lies in each prefix of a run in a store, and none in the folder of a local run."""
+FIELDS_SHOWN = 3
 Document = dict[str, Any]
 REMEDY = "name a folder such as runs/NAME, or the prefix s3://BUCKET/…/RUN-ID that store.uri of its configuration gives"
 
@@ -27,12 +28,14 @@ async def open_run(run: str, read_only: bool = True) -> tuple[Storage, RunConfig
         if not folder.is_dir():
             raise ValueError(f"{run}: there is no such folder; {REMEDY}")
         file = folder / "run.json"
-        config = parse(file.read_bytes()) if file.is_file() else None
+        data = file.read_bytes() if file.is_file() else b""
+        config = parse(data)
         # Only a run's own folder speaks of another place: a prefix is read where it lies, a copy of one included.
         is_prefix = any((folder / name).is_dir() for name in PREFIX_FOLDERS)
         if config is not None and not is_prefix:
             return _of_configuration(config, file, read_only)
         if not is_prefix:
+            _refuse_other_version(str(file), _json(data))
             fault = f"{file} is no configuration of a run" if file.is_file() else f"{run}: there is no run.json"
             raise ValueError(f"{fault}; {REMEDY}")
         run = folder.as_uri()
@@ -41,8 +44,25 @@ async def open_run(run: str, read_only: bool = True) -> tuple[Storage, RunConfig
     storage = open_storage(run, read_only=read_only)
     found = await in_store(storage)
     if found is None:
+        _refuse_other_version(f"{run}/run.json", await read(storage, "run.json", []))
         raise ValueError(f"{run}: neither attempts/ nor run.json there holds the configuration of a run; {REMEDY}")
     return storage, found, run
+
+
+def _refuse_other_version(place: str, content: Any) -> None:
+    """Raises ValueError if it is the configuration of a run whose fields are not those of this version."""
+    config = content.get("config", content) if isinstance(content, dict) else None
+    if not isinstance(config, dict) or not {"run_id", "algorithm", "store"} <= config.keys():
+        return
+    try:
+        RunConfig.model_validate(config)
+    except pydantic.ValidationError as error:
+        fields = list(dict.fromkeys(".".join(map(str, fault["loc"])) for fault in error.errors()))
+        shown = ", ".join(fields[:FIELDS_SHOWN]) + (", …" if len(fields) > FIELDS_SHOWN else "")
+        raise ValueError(
+            f"{place}: this run comes from another version of Miles, and this one does not understand {shown}: look at "
+            "it with the version that made it"
+        ) from None
 
 
 def _of_configuration(config: RunConfig, file: pathlib.Path, read_only: bool) -> tuple[Storage, RunConfig, str]:
@@ -105,8 +125,13 @@ async def delivery(config: RunConfig, omissions: list[str]) -> Document | None:
 
 def parse(data: bytes) -> RunConfig | None:
     """A RunConfig in JSON; None for anything else."""
+    return parsed(_json(data))
+
+
+def _json(data: bytes) -> Any:
+    """None for what is no JSON."""
     try:
-        return parsed(json.loads(data))
+        return json.loads(data)
     except (ValueError, RecursionError):
         return None
 
