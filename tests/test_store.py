@@ -273,12 +273,14 @@ def test_a_users_mistake_is_one_line(run, arguments, message, capsys):
 
 FOREIGN = ["weights/notes", "checkpoints/notes", "checkpoints/old/x", "rollouts/v1/foo.parquet", "rollouts/v1/A/foo"]
 FOREIGN += ["writers/.DS_Store", "writers/notes", "evaluations/v1/.x.parquet", "evaluations/v1/mine.parquet"]
+FOREIGN += [f"weights/{Version(1, 0)}/.DS_Store", f"checkpoints/{Version(1, 0)}/.DS_Store"]
 FOREIGN += ["probe/notes", "probe/.DS_Store"]
 
 
 @pytest.mark.parametrize("key", FOREIGN)
 def test_what_is_none_of_the_runs_is_passed_over(key):
-    assert removed(objects(key)) == set()
+    newer = [*versions("weights", 1, 2, 3, 4, 5), *versions("checkpoints", 1)]
+    assert key not in removed([*objects(key), *newer], checkpoints={Version(1, 1): State()})
 
 
 @pytest.mark.parametrize("verb", ["head", "stats", "gc"])
@@ -345,6 +347,12 @@ def test_a_run_of_another_version_is_called_so_with_the_fields_that_are_not_unde
     said = capsys.readouterr().err
     assert "run.json: this run comes from another version of Miles" in said
     assert "does not understand algorithm.correction" in said
+
+
+@pytest.mark.parametrize("sets", [3, None, {"sums": 3}, {"sums": {"avg@1": "x"}}, {"sums": {"avg@1": 0.5}}])
+def test_a_damaged_evaluation_stops_no_gc(run, sets):
+    asyncio.run(open_storage(run).create(evaluation_key(1), json.dumps({"sets": sets}).encode()))
+    assert command.main(["gc", run]) == 0
 
 
 def test_a_dry_run_names_what_could_go_and_deletes_nothing(run, capsys):

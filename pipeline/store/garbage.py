@@ -198,9 +198,12 @@ async def _in_use(storage: Storage, objects: list[ObjectInfo], states: Iterable[
             versions |= {loaded} if loaded else set()
         elif EVALUATION.fullmatch(info.key) and info.key.endswith(".json"):
             content = await _json(storage, info.key)
-            value = score(content) if isinstance(content.get("sets"), dict) else None
-            if value is not None and (best is None or value > best[0]):
-                best = value, Version(*content["version"])
+            try:
+                value, version = score(content), Version(*content["version"])
+                if value is not None and (best is None or value > best[0]):
+                    best = value, version
+            except (KeyError, TypeError, AttributeError):
+                continue  # damaged: no result
     return versions | ({best[1]} if best else set())
 
 
