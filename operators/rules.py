@@ -232,7 +232,7 @@ def _trainer(job: RLJob) -> Iterator[Broken]:
     if trainer.max_tokens_per_micro_batch is not None and trainer.max_tokens_per_micro_batch < longest:
         yield (*here, "maxTokensPerMicroBatch"), f"must hold one sample of rollout.maxModelLen, which is {longest}"
     if trainer.nodes % trainer.model_replicas:
-        yield (*here, "modelReplicas"), f"must divide trainer.nodes, which is {trainer.nodes}: a copy fills whole nodes"
+        yield (*here, "modelReplicas"), "must divide trainer.nodes: a copy fills whole nodes"
     if trainer.lora is not None and BARE_LAYERS.search(trainer.lora.targets):
         yield (*here, "lora", "targets"), NO_ADAPTER
     if job.spec.rollout.adapter_loading is not None and trainer.lora is None:
