@@ -70,8 +70,9 @@ def measured(config: RunConfig, ranks: int) -> int:
     own = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     resident = sum({tensor.data_ptr(): tensor.nbytes for tensor in own}.values())
     # A busy machine lets gloo hold buffers of an earlier exchange for longer: the least of two steps.
+    steps = (2, 3) if ranks > 1 else (2,)
     return min(
-        resident + most_held(lambda step=step: learner.update(batch, step, stop=lambda: False)) for step in (2, 3)
+        resident + most_held(lambda step=step: learner.update(batch, step, stop=lambda: False)) for step in steps
     )
 
 
@@ -272,7 +273,7 @@ def test_an_automatic_type_is_that_of_the_device_planned_for(config, device, dty
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_predicted_peak_memory_is_within_a_tenth_of_the_measured_one(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(distributed, "UNSHARDED_BYTES", distributed.UNSHARDED_BYTES)
     for size in SIZES:
