@@ -115,8 +115,8 @@ def validate(arguments: list[str]) -> int:
             continue
         for job in jobs:
             print(f"{file}: RLJob {job.metadata.name} is valid")
-            for notice in rules.not_built(job):
-                print(f"{file}: {notice}" + ("" if notice.harmless else "; no run can start"))
+            for notice in rules.passed_over(job):
+                print(f"{file}: {notice}")
     return code
 
 
@@ -147,7 +147,7 @@ def render(arguments: list[str]) -> int:
     except ValueError as error:
         print(error if isinstance(error, manifest.Invalid) else f"{options.file}: {error}", file=sys.stderr)
         return REFUSED
-    for notice in rules.not_built(job):
+    for notice in rules.passed_over(job):
         print(f"{options.file}: {notice}", file=sys.stderr)
     print(yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120), end="")
     return 0

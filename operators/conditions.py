@@ -111,7 +111,7 @@ REASONS: dict[str, Reason] = {
         "no step was finished for runPolicy.progressDeadlineSeconds", "read in the message what it waited for"
     ),
     # The object
-    "InvalidSpec": _warning("the spec breaks a rule, or asks for what is not built yet", "correct it: kubectl edit"),
+    "InvalidSpec": _warning("the spec breaks a rule", "correct it: kubectl edit"),
     "NameConflict": _warning(
         "an object with the name of a child belongs to somebody else",
         "delete that object, or give the job another name; after deleting a job, wait a moment",

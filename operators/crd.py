@@ -148,12 +148,7 @@ def _with_rules(node: Node, path: str, source: Node) -> Node:
 
 
 def _description(node: Node) -> str:
-    text = " ".join(node.get("description", "").split())
-    mark = node.get("notBuilt")
-    if mark is None or mark["where"] == "local":
-        return text
-    which = f" ({', '.join(mark['values'])})" if mark["values"] else ""
-    return f"{text} Not built yet{which}: {mark['instead']}."
+    return " ".join(node.get("description", "").split())
 
 
 def _default(node: Node) -> Any:

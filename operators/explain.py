@@ -95,10 +95,8 @@ def _facts(node: Node, indent: str) -> list[str]:
     default = node.get("default")
     if default is not None and default not in ({}, []) and not isinstance(default, dict):
         facts.append(f"default: {shown(default)}")
-    if mark := node.get("notBuilt"):
-        what = "only in a cluster" if mark["where"] == "local" else "not built yet"
-        what += f" ({', '.join(mark['values'])})" if mark["values"] else ""
-        facts.append(f"{what}: {mark['instead']}")
+    if mark := node.get("clusterOnly"):
+        facts.append(f"only in a cluster: {mark['instead']}")
     if str(node.get("remedy", "")).find("file://") >= 0:
         facts.append(FILE_RULE)
     return [line for fact in facts for line in _wrapped(fact, indent)]

@@ -90,9 +90,9 @@ def load_one(file: str, settings: Sequence[str] = ()) -> RLJob:
 
 
 def load_to_run(file: str, settings: Sequence[str] = ()) -> tuple[RLJob, list[str]]:
-    """The RLJob to run on this machine, and warnings. Raises Invalid for one that this release cannot run."""
+    """The RLJob to run on this machine, and warnings. Raises Invalid for one that only a cluster can run."""
     job = load_one(file, settings)
-    notices = rules.not_built(job, local=True)
+    notices = rules.passed_over(job, local=True)
     refused = [f"{file}: {notice}" for notice in notices if not notice.harmless]
     if refused:
         raise Invalid(refused)

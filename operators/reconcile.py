@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from operators import attempts, autoscale, causes, children, conditions, drift, edits, health, manifest, rules, training
+from operators import attempts, autoscale, causes, children, conditions, drift, edits, health, manifest, training
 from operators.attempts import Decision
 from operators.causes import is_true
 from operators.conditions import Fact, Facts, timestamp
@@ -54,14 +54,10 @@ def reconcile(observed: Observed, now: datetime.datetime, platform: Platform) ->
 
 @functools.lru_cache(REMEMBERED)
 def _parsed(written: str) -> tuple[RLJob, str]:
-    """(the job, the digest of what an attempt runs). Raises ValueError with all that is wrong with it, or not built
-    yet, as one line."""
+    """(the job, the digest of what an attempt runs). Raises ValueError with all that is wrong with it as one line."""
     job, faults = manifest.check(json.loads(written))
     if job is None:
         raise ValueError("; ".join(map(str, faults)))
-    unbuilt = [str(notice) for notice in rules.not_built(job) if not notice.harmless]
-    if unbuilt:
-        raise ValueError("; ".join(unbuilt))
     return job, edits.digest(job)
 
 

@@ -293,29 +293,27 @@ def _variables(path: Path, template: Template) -> Iterator[Broken]:
 
 @dataclasses.dataclass(frozen=True)
 class Notice:
-    """A field that is accepted and not acted on."""
+    """What is accepted and not acted on."""
 
     path: Path
-    value: Any
+    why: str
     instead: str
     harmless: bool
     """Whether a run may go on without it."""
-    local: bool = False
-    """In a cluster it is acted on."""
 
     def __str__(self) -> str:
-        return f"{schema.dotted(self.path)}: {'only in a cluster' if self.local else 'not built yet'}: {self.instead}"
+        return f"{schema.dotted(self.path)}: {self.why}: {self.instead}"
 
 
-def not_built(job: RLJob, local: bool = False) -> list[Notice]:
-    """Every field the user set that this release does not act on, or (`local`) that `miles run` does not; the marks
+def passed_over(job: RLJob, local: bool = False) -> list[Notice]:
+    """What the user asked for that this release does not act on, or (`local`) that `miles run` does not. The marks
     are in `operators.spec`."""
     found = []
-    for path, value, node in schema.set_values(job.model_dump(by_alias=True), schema.tree()):
-        mark = node.get("notBuilt")
-        if mark and (mark["values"] is None or value in mark["values"]):
-            found.append(Notice(path, value, mark["instead"], mark["harmless"], mark["where"] == "local"))
+    if local:
+        for path, _, node in schema.set_values(job.model_dump(by_alias=True), schema.tree()):
+            if mark := node.get("clusterOnly"):
+                found.append(Notice(path, "only in a cluster", mark["instead"], mark["harmless"]))
     if QUEUE_LABEL in job.metadata.labels:
         path = ("metadata", "labels", QUEUE_LABEL)
-        found.append(Notice(path, job.metadata.labels[QUEUE_LABEL], "the job does not wait in a queue", True))
-    return [notice for notice in found if local or not notice.local]
+        found.append(Notice(path, "not built yet", "the job does not wait in a queue", harmless=True))
+    return found

@@ -2,8 +2,8 @@
 messages come from. Derived from the models in `operators.spec`; nothing is written twice.
 
 A node is a JSON-schema dict without $ref, null branches or titles. Beside the usual keys it may hold `remedy` (what to
-write instead of a wrong value), `between` (bounds of a rate) and `notBuilt` ({instead, harmless, values, where}:
-accepted, but not acted on, at all or by `miles run`).
+write instead of a wrong value), `between` (bounds of a rate) and `clusterOnly` ({instead,
+harmless}: what `miles run` does not act on).
 """
 
 import functools

@@ -133,9 +133,9 @@ def test_a_generator_has_no_seed_of_its_own_unless_it_has_no_value():
     assert [remedy for _, remedy in rules.broken(seeded(5))] == ["use data.seed, which all sets follow"]
 
 
-def test_only_what_is_used_and_not_built_is_noticed():
-    assert rules.not_built(job()) == []
-    assert {schema.dotted(notice.path): notice.harmless for notice in rules.not_built(job(EVERYTHING))} == {
+def test_only_what_is_used_and_passed_over_is_noticed():
+    assert rules.passed_over(job()) == []
+    assert {schema.dotted(notice.path): notice.harmless for notice in rules.passed_over(job(EVERYTHING))} == {
         'metadata.labels["kueue.x-k8s.io/queue-name"]': True,
     }
 
@@ -171,7 +171,7 @@ def test_stored_samples_stand_in_for_prompts_rewards_and_evaluation(spec, paths)
     ],
 )
 def test_a_field_that_would_change_the_run_keeps_it_from_starting(field, value):
-    assert [notice.harmless for notice in rules.not_built(job(**{field: value}), local=True)] == [False]
+    assert [notice.harmless for notice in rules.passed_over(job(**{field: value}), local=True)] == [False]
 
 
 def test_what_only_the_operator_acts_on_is_noticed_by_a_local_run_alone():
@@ -181,8 +181,8 @@ def test_what_only_the_operator_acts_on_is_noticed_by_a_local_run_alone():
         rollout={"spot": True, "autoscale": {"min": 1, "max": 2}},
         runPolicy={"ttlSecondsAfterFinished": 60, "cleanup": "None"},
     )
-    assert rules.not_built(paused) == []
-    assert [str(notice).partition(":")[0] for notice in rules.not_built(paused, local=True)] == [
+    assert rules.passed_over(paused) == []
+    assert [str(notice).partition(":")[0] for notice in rules.passed_over(paused, local=True)] == [
         "spec.suspend",
         "spec.managedBy",
         "spec.rollout.autoscale",
@@ -190,7 +190,7 @@ def test_what_only_the_operator_acts_on_is_noticed_by_a_local_run_alone():
         "spec.runPolicy.ttlSecondsAfterFinished",
         "spec.runPolicy.cleanup",
     ]
-    assert all("only in a cluster" in str(notice) for notice in rules.not_built(paused, local=True))
+    assert all("only in a cluster" in str(notice) for notice in rules.passed_over(paused, local=True))
 
 
 def test_every_algorithm_has_a_name_in_the_schema():

@@ -2,7 +2,7 @@
 
 Kubernetes' conventions hold: no floats (a rate is a patterned string), every string and list is bounded,
 durations are whole seconds, a closed choice is an enum. Values are never converted: "8" is not a number.
-What a type alone cannot say to `operators.schema` (remedies, what is not built yet) travels in its JSON schema.
+What a type alone cannot say to `operators.schema` (remedies, what works only in a cluster) travels in its JSON schema.
 """
 
 import re
@@ -38,19 +38,13 @@ class Model(pydantic.BaseModel):
         return {key: value for key, value in data.items() if value is not None or key not in known}
 
 
-def not_built(instead: str, *, harmless: bool = False, values: tuple[str, ...] | None = None) -> Any:
-    """Marks a field (or only some values of it) that v1alpha1 accepts and this release does not act on.
-
-    `instead` says in a clause what happens without it; `harmless`: a run may go on all the same, with a warning.
-    """
-    mark: Any = {"instead": instead, "harmless": harmless, "values": values, "where": "anywhere"}
-    return pydantic.Field(json_schema_extra={"notBuilt": mark})
-
-
 def cluster_only(instead: str, *, harmless: bool = False) -> Any:
-    """Marks a field that the operator acts on in a cluster, and `miles run` does not; see not_built."""
-    mark: Any = {"instead": instead, "harmless": harmless, "values": None, "where": "local"}
-    return pydantic.Field(json_schema_extra={"notBuilt": mark})
+    """Marks a field that the operator acts on in a cluster and `miles run` does not.
+
+    `instead` says in a clause what happens without it; `harmless`: a run goes on all the same, with a warning.
+    """
+    mark: Any = {"instead": instead, "harmless": harmless}
+    return pydantic.Field(json_schema_extra={"clusterOnly": mark})
 
 
 class OneOf:
