@@ -76,10 +76,10 @@ test: test-unit test-slow ## all tests: unit, then slow
 # Ctrl-C reaches pytest, also where it runs in the background.
 limited := env --default-signal=INT timeout --foreground --signal=INT --kill-after=60
 
-# One thread for each of the processes: more would wait for one another.
+# One thread for each of the processes: more would wait for one another. Many tests wait: a process more than cores.
 test-unit: $(READY) | $(MODELS) ## unit tests: about two minutes
 	@$(say) "unit tests: about 2 min; stopped after $(UNIT_LIMIT_S) s"
-	@OMP_NUM_THREADS=1 $(limited) $(UNIT_LIMIT_S) $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not chaos and not e2e"
+	@OMP_NUM_THREADS=1 $(limited) $(UNIT_LIMIT_S) $(BIN)/pytest -n 3 --dist loadfile -m "not slow and not chaos and not e2e"
 
 control-plane: $(READY) ## etcd and Kubernetes for the tests, from Go modules; built once, ten minutes on two cores
 	@$(BIN)/python -m tests.controlplane --build
