@@ -178,7 +178,7 @@ class Archive(Dispatcher):
         self._barren: collections.Counter[str] = collections.Counter()  # groups in a row that could not be trained
 
     def describe(self, step: int, choice: Choice) -> str:
-        return f"{choice.ready} of {self.algorithm.prompts_per_step} groups from {self.source.bucket.name}"
+        return f"more groups: {choice.ready} of {self.algorithm.prompts_per_step} ready, from {self.source.bucket.name}"
 
     def grant(self, version: Version) -> None:
         """There is nobody to grant anything to."""

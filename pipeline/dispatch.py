@@ -75,7 +75,8 @@ class Dispatcher:
             return f"groups that would be stale after step {step}: {places}"
         unfit = collections.Counter(drop.reason for drop, _ in self.ledger.aside.values())
         dropped = "".join(f"; {count} dropped ({reason})" for reason, count in unfit.items())
-        return f"{choice.ready} of {self.algorithm.prompts_per_step} groups; {places or 'none running'}{dropped}"
+        ready = f"{choice.ready} of {self.algorithm.prompts_per_step} ready"
+        return f"more groups: {ready}; {places or 'none running'}{dropped}"
 
     def _place(self, writer: Known, count: int) -> str:
         if writer.heartbeat is None or writer.heartbeat.version is None:

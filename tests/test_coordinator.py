@@ -482,7 +482,7 @@ async def test_dynamic_sampling_replaces_groups_without_spread_even_if_they_fill
     await scene.tick(trainer)
     await writer.commit([group(0, rewards=(1.0, 1.0)), group(1, rewards=(0.0, 0.0))])
     await scene.tick(trainer)
-    assert await waits_for(trainer, 1) == "0 of 2 groups; none running; 2 dropped (no-spread)"
+    assert await waits_for(trainer, 1) == "more groups: 0 of 2 ready; none running; 2 dropped (no-spread)"
     await scene.tick(trainer)
     assert sorted(await scene.leases(writer)) == [2, 3]
     await writer.commit([group(2), group(3)])
@@ -526,7 +526,7 @@ async def test_it_says_how_many_groups_are_there_and_where_the_others_run(scene:
     await scene.tick(trainer)
     await writer.commit([group(0)])
     await scene.tick(trainer)
-    assert await waits_for(trainer, 1) == "1 of 2 groups; 3 running on rollout-0"
+    assert await waits_for(trainer, 1) == "more groups: 1 of 2 ready; 3 running on rollout-0"
 
 
 async def test_groups_of_a_worker_that_has_loaded_nothing_yet_are_not_said_to_run(scene: Scene):
@@ -534,7 +534,7 @@ async def test_groups_of_a_worker_that_has_loaded_nothing_yet_are_not_said_to_ru
     writer = await scene.writer("rollout-0")
     await writer.sync(Report(version=None))
     await scene.tick(trainer)
-    assert await waits_for(trainer, 1) == "0 of 2 groups; 4 wait until rollout-0 has loaded a policy"
+    assert await waits_for(trainer, 1) == "more groups: 0 of 2 ready; 4 wait until rollout-0 has loaded a policy"
 
 
 async def test_it_waits_for_a_running_group_that_the_step_would_make_stale(scene: Scene):
