@@ -60,9 +60,10 @@ class Cache:
 
     def put_answer(self, kind: str, found: Object) -> None:
         """What the server answered to a write of ours, ahead of the watch. An answer that the watch has overtaken is
-        old: the object may even be gone again."""
+        old: an object that is not here may be gone again."""
         name, entry = _named(found), self._entry(kind, found)
-        if entry.version > self._heard.get(kind, 0):
+        held = self._objects.get(kind, {}).get(name)
+        if entry.version > (held.version if held else self._heard.get(kind, 0)):
             self._drop(kind, name)
             self._keep(kind, name, entry)
 

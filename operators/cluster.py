@@ -137,6 +137,12 @@ class Cluster:
                 return None
             raise
 
+    async def holds(self, job: Object) -> bool:
+        """Whether the RLJob is still at this version."""
+        metadata = job["metadata"]
+        live = await self.get(KIND, metadata["namespace"], metadata["name"])
+        return live is not None and live["metadata"]["resourceVersion"] == metadata["resourceVersion"]
+
     async def pages(
         self, kind: str, namespace: str, selector: Mapping[str, str] | None = None, *, bare: bool = False
     ) -> AsyncIterator[tuple[list[Any], str]]:
@@ -216,7 +222,7 @@ class Cluster:
         metadata = job["metadata"]
         path = KINDS[KIND].path(metadata["namespace"], metadata["name"], "status")
         body = {**job, "apiVersion": API_VERSION, "kind": KIND, "status": status}
-        await self._request("update", "PUT", path, {"fieldManager": MANAGER}, body)
+        self.cache.put_answer(KIND, await self._request("update", "PUT", path, {"fieldManager": MANAGER}, body))
 
     async def post_event(self, job: Object, event: Event) -> None:
         """An event that is lost is no error."""

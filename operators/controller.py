@@ -6,6 +6,7 @@ Level-triggered: a pass depends on nothing but what it observes, so a lost, doub
 import asyncio
 import datetime
 import logging
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -67,8 +68,8 @@ class Controller:
         self.workers, self.may_act = workers, may_act
         self.queue: WorkQueue[JobKey] = WorkQueue(telemetry.waited.observe)
         self.jobs: dict[JobKey, Known] = {}
-        self._news: set[JobKey] = set()
-        """Jobs of which something was told since the last look at them, or whose last look failed."""
+        self._doubted: set[JobKey] = set()
+        """Jobs of which the watch may not have told all: the next look asks the server."""
         self._looked: dict[JobKey, float] = {}  # at the jobs there are, last (loop time)
         health.stalled_s = self.queue.stalled_s
         telemetry.depth = self.queue.depth
@@ -123,24 +124,25 @@ class Controller:
             self.telemetry.duration.observe(time.perf_counter() - began)
 
     async def _pass(self, key: JobKey) -> float | None:
-        """Where nothing but time asks for it, the RLJob that the watch told will do to see that nothing is to be done;
-        what is to be done is decided by what the server holds."""
-        told = key not in self._news
-        self._news.discard(key)
+        """One that failed may have done so for what the watch told."""
+        told = key not in self._doubted
+        self._doubted.discard(key)
         try:
             return await self._look(key, told)
         except BaseException:
-            self._news.add(key)
+            self._doubted.add(key)
             raise
 
     async def _look(self, key: JobKey, told: bool) -> float | None:
+        """`told`: what the watch told of the RLJob will do to see what is to be done. More than a write of the status,
+        which the server refuses where the RLJob has changed, is done only while the server holds that very version."""
         observed = await observe(self.cluster, key, told)
         if observed is None:
             self._looked.pop(key, None)
             return None
         self._looked[key] = asyncio.get_running_loop().time()
         plan = self.reconcile(observed, datetime.datetime.now(datetime.UTC), self.platform)
-        if told and plan.acts:
+        if told and plan.acts and not await self.cluster.holds(observed.job):
             return await self._look(key, told=False)
         await carry_out(plan, observed, self.cluster)
         for event in plan.events:
@@ -155,7 +157,6 @@ class Controller:
         if what == "DELETED":
             self.jobs.pop(key, None)
             self.cluster.cache.remove(KIND, job)
-            self._news.add(key)
             self.queue.add(key)
             return
         self.cluster.cache.put(KIND, {"apiVersion": API_VERSION, "kind": KIND, **job})
@@ -168,12 +169,10 @@ class Controller:
         if is_echo:
             self._echo(key)
         else:
-            self._news.add(key)
             self.queue.add(key)
 
     def _echo(self, key: JobKey) -> None:
         """A child has changed, or the status."""
-        self._news.add(key)
         since = asyncio.get_running_loop().time() - self._looked.get(key, -SPACING_S)
         self.queue.add(key, max(ECHO_S, SPACING_S - since))
 
@@ -207,7 +206,8 @@ class Controller:
             everything = loop.time() - resynced > RESYNC_S
             resynced = loop.time() if everything else resynced
             for key in found if everything else missed:
-                self._echo(key)
+                self._doubted.add(key)
+                self.queue.add(key, ECHO_S if key in missed else CHECK_S * random.random())
 
     async def _missed(self) -> tuple[dict[JobKey, int], list[JobKey]]:
         """(the version of each job of which the watch has not told so far, all jobs). Forgets jobs that are gone."""

@@ -1,8 +1,8 @@
 """Puts together what a pass looks at: the RLJob, its children and pods from the cache.
 
-The cache may lag. Who acts looks at the RLJob of the API server itself. Where a decision hangs on something being gone
-(a new attempt, a suspension), Jobs and pods are read from the server too: a pod that the cache does not know yet would
-let two attempts train at once.
+The cache may lag, that of RLJobs too; operators.controller says how far what the watch told of them will do. Where a
+decision hangs on something being gone (a new attempt, a suspension), Jobs and pods are read from the server too: a pod
+that the cache does not know yet would let two attempts train at once.
 """
 
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ class Key:
 @dataclasses.dataclass(frozen=True)
 class Observed:
     job: Object
-    """The RLJob; where the plan is carried out, read from the API server itself, not from a cache."""
+    """The RLJob; where the plan is carried out, of the very version that the API server holds."""
     children: Sequence[Object] = ()
     """Every object of a kind we create whose controller owner is this job's uid."""
     pods: Sequence[Object] = ()
@@ -78,5 +78,5 @@ class Plan:
 
     @property
     def acts(self) -> bool:
-        """Whether anything is to be done now."""
-        return bool(self.pause or self.apply or self.delete or self.delete_job or self.status or self.events)
+        """Whether more is to be done now than to write the status and tell of it."""
+        return bool(self.pause or self.apply or self.delete or self.delete_job)

@@ -17,11 +17,18 @@ K = TypeVar("K", bound=Hashable)
 FIRST_DELAY_S = 0.2
 LONGEST_DELAY_S = 60.0
 FAIR = 8
+EARLIER_FROM_S = 5.0
 
 
 def delay_after(failures: int, jitter: float) -> float:
     """Seconds until the next try after so many failures in a row; `jitter` from 0 to 1 spreads them by a quarter."""
     return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(failures - 1, 30)) * (1 - 0.25 * jitter)
+
+
+def drawn_apart(delay_s: float, jitter: float) -> float:
+    """Keys that came together, as all do after a start, would come back together for ever: each comes up to a second
+    earlier, by `jitter` from 0 to 1. Short delays are kept, as they are meant to the moment."""
+    return delay_s - jitter if delay_s >= EARLIER_FROM_S else delay_s
 
 
 class WorkQueue(Generic[K]):
@@ -110,6 +117,7 @@ class WorkQueue(Generic[K]):
             try:
                 delay_s = await visit(key)
                 self._failures.pop(key, None)
+                delay_s = delay_s and drawn_apart(delay_s, random.random())
             except Exception:
                 failures = self._failures[key] = self._failures.get(key, 0) + 1
                 delay_s = delay_after(failures, random.random())

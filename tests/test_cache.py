@@ -117,6 +117,16 @@ def test_an_answer_that_the_watch_has_overtaken_brings_nothing_back() -> None:
     assert cache.of("u-1", ["ConfigMap"]) == []
 
 
+def test_the_answer_about_an_object_that_is_here_counts_whatever_the_watch_has_told_of_others() -> None:
+    cache = Cache()
+    cache.put("ConfigMap", child(version=20))
+    cache.put("ConfigMap", child("other", version=30))
+    cache.put_answer("ConfigMap", child(version=25) | {"data": {"run.json": "new"}})
+    assert cache.of("u-1", ["ConfigMap"])[1]["data"] == {"run.json": "new"}
+    cache.put_answer("ConfigMap", child(version=19))
+    assert cache.of("u-1", ["ConfigMap"])[1]["data"] == {"run.json": "new"}
+
+
 def test_after_a_list_what_it_did_not_name_is_gone_and_its_job_is_told() -> None:
     cache = Cache()
     cache.put("ConfigMap", child("one"))

@@ -1,4 +1,4 @@
-"""Looks that nothing but time asks for: they cost neither requests nor rendering, and never act on what is old."""
+"""What a look costs in requests and rendering, and that it never acts on what is old."""
 
 import copy
 import datetime
@@ -10,6 +10,7 @@ import pytest
 
 from operators import reconcile as reconciler
 from operators.cache import Cache, JobKey
+from operators.cluster import Conflict
 from operators.controller import Controller
 from operators.liveness import Health
 from operators.reconcile import reconcile
@@ -49,10 +50,26 @@ class Server:
     async def apply(self, desired: Any) -> None:
         self.asked.append(f"apply {desired['kind']}")
 
+    async def holds(self, job: Dict) -> bool:
+        live = await self.get("RLJob", "default", "arithmetic")
+        return bool(live["metadata"]["resourceVersion"] == job["metadata"]["resourceVersion"])
+
     async def write_status(self, job: Dict, status: Any) -> None:
-        assert job is self.job, "it was decided by what the server did not say"
         self.asked.append("status")
-        self.job = job | {"status": dict(status)}
+        if job["metadata"]["resourceVersion"] != self.job["metadata"]["resourceVersion"]:
+            raise Conflict(409, "Conflict", "it is no longer what was seen")
+        self.job = self.job | {"status": dict(status)}
+        self._touch()
+        self.cache.put_answer("RLJob", self.job)
+
+    def edit(self, **spec: Any) -> None:
+        self.job = self.job | {"spec": self.job["spec"] | spec}
+        self._touch()
+        self.job["metadata"]["generation"] += 1
+
+    def _touch(self) -> None:
+        metadata = self.job["metadata"]
+        self.job["metadata"] = metadata | {"resourceVersion": str(int(metadata["resourceVersion"]) + 1)}
 
     async def post_event(self, job: Dict, event: Any) -> None:
         self.asked.append("event")
@@ -89,22 +106,55 @@ async def test_a_look_that_nothing_asks_for_asks_the_server_nothing_and_parses_a
 
 
 @in_virtual_time
-async def test_what_a_look_finds_to_do_is_decided_by_what_the_server_holds() -> None:
+@pytest.mark.parametrize("news", ["status", "child"])
+async def test_an_echo_that_asks_for_nothing_costs_no_request(news: str) -> None:
     server, found = await settled()
-    server.story.report = {"phase": "training", "step": 9, "version": [1, 9]}
-    server.job = server.job | {"spec": server.job["spec"] | {"suspend": False}}
+    found._echo(KEY) if news == "child" else found.heard("MODIFIED", server.job)
     await found.visit(KEY)
-    assert server.asked[:2] == ["get", "status"]
-    assert server.job["status"]["training"]["step"] == 9
+    assert server.asked == []
 
 
 @in_virtual_time
-@pytest.mark.parametrize("news", ["MODIFIED", "child"])
-async def test_after_news_the_server_itself_is_asked(news: str) -> None:
+async def test_progress_costs_one_request_the_status() -> None:
     server, found = await settled()
-    found._echo(KEY) if news == "child" else found.heard(news, server.job)
+    server.story.report = {"phase": "training", "step": 9, "version": [1, 9]}
     await found.visit(KEY)
-    assert server.asked[:1] == ["get"]
+    assert server.asked == ["status"]
+    assert server.job["status"]["training"]["step"] == 9
+    await found.visit(KEY)
+    assert server.asked == ["status"], "its own write was forgotten"
+
+
+@in_virtual_time
+async def test_an_edit_costs_a_question_the_child_that_it_changes_and_the_status() -> None:
+    server, found = await settled()
+    server.edit(rollout={"replicas": 2})
+    found.heard("MODIFIED", server.job)
+    await found.visit(KEY)
+    assert server.asked == ["get", "apply Deployment", "status"]
+
+
+@in_virtual_time
+async def test_nothing_is_applied_by_what_the_watch_told_long_ago() -> None:
+    server, found = await settled()
+    server.edit(rollout={"replicas": 2})
+    found.heard("MODIFIED", server.job)
+    server.edit(rollout={"replicas": 1})
+    await found.visit(KEY)
+    assert server.asked == ["get", "get", "status"]
+    assert server.job["status"]["observedGeneration"] == server.job["metadata"]["generation"]
+
+
+@in_virtual_time
+async def test_after_a_status_by_what_the_watch_told_long_ago_is_refused_the_server_is_asked() -> None:
+    server, found = await settled()
+    server.story.report = {"phase": "training", "step": 9, "version": [1, 9]}
+    server.edit(runPolicy={"maxRestarts": 7})
+    with pytest.raises(Conflict):
+        await found.visit(KEY)
+    await found.visit(KEY)
+    assert server.asked == ["status", "get", "status"]
+    assert server.job["status"]["training"]["step"] == 9
 
 
 @in_virtual_time

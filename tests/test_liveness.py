@@ -201,6 +201,7 @@ async def test_a_watch_of_rljobs_that_misses_a_change_is_a_fault_and_the_job_is_
     async with beside(operator._check()):
         await asyncio.sleep(CHECK_S * 1.5)
         assert due(operator) == [JobKey("team", "sums")]
+        assert operator._doubted == {JobKey("team", "sums")}, "what the watch told would do"
         await asyncio.sleep(WATCH_LIMIT_S)
         (fault,) = deaf(health)
         assert fault.startswith("RLJob: nothing was heard for")

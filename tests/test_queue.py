@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from operators.queue import FIRST_DELAY_S, LONGEST_DELAY_S, WorkQueue, delay_after
+from operators.queue import FIRST_DELAY_S, LONGEST_DELAY_S, WorkQueue, delay_after, drawn_apart
 from tests.virtual import in_virtual_time
 
 Visit = Callable[[str], Awaitable[float | None]]
@@ -170,6 +170,27 @@ def test_delays_double_up_to_a_limit(jitter: float) -> None:
     assert delays == [
         share * each for each in (FIRST_DELAY_S, 2 * FIRST_DELAY_S, 4 * FIRST_DELAY_S, LONGEST_DELAY_S, LONGEST_DELAY_S)
     ]
+
+
+@pytest.mark.parametrize(("delay", "found"), [(600, 599), (10, 9), (2, 2), (0, 0)])
+def test_appointments_are_up_to_a_second_earlier_but_for_short_ones(delay: float, found: float) -> None:
+    assert (drawn_apart(delay, 0.0), drawn_apart(delay, 1.0)) == (delay, found)
+
+
+@in_virtual_time
+async def test_keys_that_come_together_do_not_come_back_together() -> None:
+    queue, times = WorkQueue[str](), dict[str, float]()
+
+    async def visit(key: str) -> float | None:
+        times[key] = asyncio.get_running_loop().time()
+        return 10.0
+
+    for number in range(100):
+        queue.add(str(number))
+    async with working(queue, visit):
+        await asyncio.sleep(100)
+    phases = sorted(when % 10 for when in times.values())
+    assert phases[-1] - phases[0] > 2
 
 
 @in_virtual_time
