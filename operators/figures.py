@@ -23,6 +23,13 @@ def count(value: float) -> str:
     return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"
 
 
+def size(bytes: float) -> str:
+    """ "312 B", "41.0 GiB"."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = min(max(int(bytes).bit_length() - 1, 0) // 10, len(units) - 1)
+    return f"{bytes / 1024**power:.{1 if power else 0}f} {units[power]}"
+
+
 def duration(seconds: float) -> str:
     """ "4s", "3m 20s", "7h 12m", "9d 3h"."""
     whole = int(seconds)

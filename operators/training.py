@@ -9,7 +9,7 @@ from typing import Any
 from operators.conditions import timestamp
 from operators.resolve import Platform, run_config
 from operators.situation import Situation
-from operators.spec.status import CheckpointStatus, Metric, RLJobStatus, TrainingStatus
+from operators.spec.status import CheckpointStatus, Metric, RLJobStatus, StoreStatus, TrainingStatus
 
 REFRESH_S = 10
 MOST_METRICS = 16
@@ -53,7 +53,8 @@ def _told(here: Situation, status: RLJobStatus, report: Report, platform: Platfo
         eta_seconds=None if eta is None else max(0, int(eta)),
         rewards=_rewards(before, step, total, report.get("reward_mean")),
     )
-    status = status.model_copy(update={"training": training, "metrics": list(_metrics(report))})
+    told = {"training": training, "metrics": list(_metrics(report)), "store": _stored(report) or status.store}
+    status = status.model_copy(update=told)
     return _checkpointed(here, status, platform)
 
 
@@ -74,6 +75,18 @@ def _checkpointed(here: Situation, status: RLJobStatus, platform: Platform) -> R
     run = run_config(here.job, here.job.metadata.uid or "", platform).store.uri
     found = CheckpointStatus(uri=f"{run}/checkpoints", step=step, time=timestamp(here.now))
     return status.model_copy(update={"last_checkpoint": found})
+
+
+def _stored(report: Report) -> StoreStatus | None:
+    found = report.get("store") or {}
+    size, objects = found.get("bytes"), found.get("objects")
+    if (
+        not (isinstance(size, int) and isinstance(objects, int))
+        or min(size, objects) < 0
+        or max(size, objects) >= 1 << 63
+    ):
+        return None
+    return StoreStatus(bytes=size, objects=objects)
 
 
 def _metrics(report: Report) -> Iterator[Metric]:

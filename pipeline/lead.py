@@ -50,6 +50,8 @@ class Lead:
         self.started = clock.now()
         self.step = 0
         self.checkpointed: Version | None = None
+        self.stored: dict[str, int] | None = None
+        """bytes and objects of the run in the store, as counted when a checkpoint was last proven."""
         self.rows: list[Row] = []
         self.versions: list[Version] = []  # of weights: the newest few, oldest first
         self._task: asyncio.Task[None] | None = None
@@ -112,13 +114,15 @@ class Lead:
 
     async def keep_checkpoint(self, newest: Version, proven: bool) -> None:
         """`newest` is complete. Where it has been read back, too: delete what is older than the last few, and the
-        shards only they need."""
+        shards only they need; then count what is left, a request for each thousand objects."""
         self.checkpointed = newest
         if not proven:
             return
         oldest = await checkpoint.prune(self.storage, newest, self.config.checkpoint.keep_last)
         if self.config.store.retention == "window":
             await self.coordinator.collect(oldest.state["coordinator"])
+        found = await self.storage.list("")
+        self.stored = {"bytes": sum(info.size for info in found), "objects": len(found)}
 
     async def _collect(self) -> None:
         for step, result in (await self.scoreboard.collect(self.step)).items():
@@ -236,6 +240,7 @@ class Lead:
             "eta_s": self._eta_s(),
             "evaluation": self._newest_evaluation(),
             "checkpoint_step": self.checkpointed.step if self.checkpointed else None,
+            "store": self.stored,
             "writers": statistics["writers"],
             "peak_memory_gib": row.get("perf/peak_memory_gib"),
         }

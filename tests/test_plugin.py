@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from operators import conditions, kubectl
+from operators import conditions, figures, kubectl
 from operators.plugin import command, pods, reports, status, tables, trouble
 from tests.test_report import configuration
 
@@ -52,6 +52,7 @@ RUNNING = job(
     rollout={"desired": 4, "ready": 4},
     trainer={"desired": 2, "ready": 2},
     lastCheckpoint={"step": 400, "uri": "s3://…", "time": ago(minutes=6)},
+    store={"bytes": 44_000_000_000, "objects": 1204},
     restarts=0,
     disruptions=1,
     attempt={"number": 1, "cause": "Disruption", "time": ago(hours=5), "message": "node lost"},
@@ -104,8 +105,16 @@ def test_a_running_job_on_one_screen():
         "rollout  4/4 ready · queue 96 groups",
         "trainer  2/2 ready · checkpoint s400, 6m 0s ago · restarts 0 of 3 (+1 disruption)",
         "last     attempt 1: disruption 5h 0m ago (node lost)",
-        "store    s3://team-a/miles/team-a/math-7b/3f0c",
+        "store    s3://team-a/miles/team-a/math-7b/3f0c · 41.0 GiB in 1204 objects",
     ]
+
+
+@pytest.mark.parametrize(
+    ("bytes", "words"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 19, "1.5 MiB"), (1 << 60, "1024.0 PiB")],
+)
+def test_sizes_as_people_read_them(bytes, words):
+    assert figures.size(bytes) == words
 
 
 def test_the_last_decision_of_the_autoscaler_is_told_with_its_cause():

@@ -94,6 +94,7 @@ def test_numbers_of_the_report_become_metrics_and_a_checkpoint(story):
         "version": [3, 2],
         "eta_s": 61.7,
         "checkpoint_step": 2,
+        "store": {"bytes": 5 << 30, "objects": 12},
         "reward_mean": 0.25,
         "reward": {"correct": 0.5},
         "tokens_per_s": {"trained": 13000.0, "generated": None},
@@ -112,8 +113,18 @@ def test_numbers_of_the_report_become_metrics_and_a_checkpoint(story):
     }
     assert story.status["training"]["policyVersion"] == "t3-s2"
     assert story.status["training"]["etaSeconds"] == 61
+    assert story.status["store"] == {"bytes": 5 << 30, "objects": 12}
     assert story.status["lastCheckpoint"]["step"] == 2
     assert story.status["lastCheckpoint"]["uri"].startswith("s3://team-a/miles/default/arithmetic/")
+
+
+@pytest.mark.parametrize("told", [None, {}, {"bytes": 9}, {"bytes": -1, "objects": 2}, {"bytes": "9", "objects": 1}])
+def test_what_the_store_held_stands_until_the_trainer_has_counted_again(story, told):
+    story.report = {"phase": "training", "step": 2, "store": {"bytes": 300, "objects": 3}}
+    story.look(20)
+    story.report = {"phase": "training", "step": 3, "store": told}
+    story.look(20)
+    assert (story.status["training"]["step"], story.status["store"]) == (3, {"bytes": 300, "objects": 3})
 
 
 def test_the_course_of_the_reward_has_one_entry_for_each_part_of_the_run(story):

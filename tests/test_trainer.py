@@ -175,6 +175,9 @@ def test_a_run_trains_every_step_and_leaves_a_complete_record(tmp_path, tiny):
     assert loop.lead.status()["phase"] == "complete"
     checkpoints = {key.split("/")[1][-2:] for key in listed(config, "checkpoints")}
     assert checkpoints == {"04", "06"}
+    counted, left = loop.lead.status()["store"], listed(config, "")
+    assert len(listed(config, "checkpoints")) < counted["objects"] <= len(left)
+    assert sum(map(len, listed(config, "checkpoints").values())) < counted["bytes"] <= sum(map(len, left.values()))
 
 
 # Going on after an interruption

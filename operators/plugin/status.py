@@ -5,7 +5,7 @@
     speed    11.2k tok/s generated · 13.0k tok/s trained · trainer waits 3% · rollouts wait 12%
     rollout  4/4 ready · queue 96 groups
     trainer  2/2 ready · checkpoint s400, 6m 2s ago · restarts 0 of 3 (+1 disruption)
-    store    s3://team-a/miles/team-a/math-7b/3f0c…
+    store    s3://team-a/miles/team-a/math-7b/3f0c… · 41.0 GiB in 1204 objects
 
 In trouble the first line says what, the second why, the third what to do; the rest follows.
 """
@@ -14,7 +14,7 @@ import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from operators.figures import count, duration, number, sparkline
+from operators.figures import count, duration, number, size, sparkline
 from operators.plugin import pods as pod_words
 from operators.plugin import trouble
 from operators.plugin.trouble import holds, seconds_since
@@ -32,7 +32,7 @@ def screen(job: Object, pods: Sequence[Object] | None, now: datetime.datetime) -
     rows = [("reward", reward(job)), ("speed", speed(job))]
     rows += [("rollout", rollout(job, pods)), ("trainer", trainer(job, pods, now))]
     rows += reward_models(pods or ())
-    rows += [("last", last_start(job, now)), ("store", store_uri(job))]
+    rows += [("last", last_start(job, now)), ("store", store(job))]
     if pods is None:
         rows.append(("pods", "you may not list them; their state is only what the operator tells"))
     if found is not None:
@@ -176,6 +176,11 @@ def last_start(job: Object, now: datetime.datetime) -> str | None:
     if wait is not None and wait < 0:
         text += f", starts in {duration(-wait)}"
     return shortened(text + (f" ({attempt['message']})" if attempt.get("message") else ""))
+
+
+def store(job: Object) -> str:
+    found = job.get("status", {}).get("store")
+    return store_uri(job) + (f" · {size(found['bytes'])} in {found['objects']} objects" if found else "")
 
 
 def store_uri(job: Object) -> str:

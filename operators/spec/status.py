@@ -126,6 +126,15 @@ class CheckpointStatus(Told):
     """When the operator first saw it reported."""
 
 
+class StoreStatus(Told):
+    """What lies in the store for this job, as its trainer counts it after each checkpoint."""
+
+    bytes: Annotated[int, Field(ge=0)] = 0
+    """Size of all objects."""
+    objects: Annotated[int, Field(ge=0)] = 0
+    """How many there are."""
+
+
 class Metric(Told):
     """One number of the newest step."""
 
@@ -184,6 +193,8 @@ class RLJobStatus(Told):
     """The trainer's pods."""
     last_checkpoint: CheckpointStatus | None = None
     """The newest complete checkpoint."""
+    store: StoreStatus | None = None
+    """What lies in the store; nothing until the first checkpoint has been read back."""
     metrics: Annotated[list[Metric], Field(max_length=16)] = []
     """Numbers of the newest step."""
     conditions: Annotated[list[Condition], Field(max_length=16)] = []
