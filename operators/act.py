@@ -2,7 +2,8 @@
 
 What pods need, their configuration and the policies that confine them, is there before they are; within each of the two
 groups requests go out together, so that a new job has its children after few round trips of a busy API server.
-A request that fails ends the pass: the error propagates, and the next pass plans anew from what it observes then.
+A request that fails ends the pass: the error propagates, and the next pass plans anew from what it observes then. A
+child that the API server refuses for what it is ends it last: people are to read in the status what the job waits for.
 """
 
 import asyncio
@@ -12,6 +13,10 @@ from typing import Any, Protocol
 from operators.observed import Event, Object, Observed, Plan
 
 WORKLOADS = ("Deployment", "Job")
+
+
+class Refused(Exception):
+    """The API server will take a child as little the next time, unless somebody acts: a quota, a rule, a field."""
 
 
 class Cluster(Protocol):
@@ -24,7 +29,7 @@ class Cluster(Protocol):
         """Create the Secret that lets the trainer know our requests, unless there is one."""
 
     async def apply(self, desired: Mapping[str, Any]) -> None:
-        """Server-side apply, by force."""
+        """Server-side apply, by force. Raises Refused."""
 
     async def delete(self, kind: str, name: str, namespace: str, uid: str) -> None:
         """Delete in the background the very object with that uid. One that is gone, or another's, is no error."""
@@ -39,7 +44,7 @@ class Cluster(Protocol):
 
 
 async def carry_out(plan: Plan, observed: Observed, cluster: Cluster) -> None:
-    """Raises what the cluster raises; what was done before that stays done."""
+    """Raises what the cluster raises; what was done before that stays done. No pod begins without what it needs."""
     job, namespace = observed.job, observed.job["metadata"]["namespace"]
     if plan.pause:
         await cluster.pause(job, observed.pods)
@@ -47,8 +52,7 @@ async def carry_out(plan: Plan, observed: Observed, cluster: Cluster) -> None:
     needed = [cluster.apply(desired) for desired in plan.apply if desired["kind"] not in WORKLOADS]
     if any(desired["kind"] == "Job" for desired in workloads):
         needed.append(cluster.ensure_token(job))
-    await _together(needed)
-    await _together([cluster.apply(desired) for desired in workloads])
+    refused = await _together(needed) or await _together([cluster.apply(desired) for desired in workloads])
     for deletion in plan.delete:
         await cluster.delete(deletion.key.kind, deletion.key.name, namespace, deletion.uid)
     if plan.delete_job:
@@ -57,10 +61,14 @@ async def carry_out(plan: Plan, observed: Observed, cluster: Cluster) -> None:
         await cluster.write_status(job, plan.status)
     for event in plan.events:
         await cluster.post_event(job, event)
+    if refused is not None:
+        raise refused
 
 
-async def _together(requests: Sequence[Awaitable[None]]) -> None:
-    """Waits for all of them, also where one fails; then raises the first failure."""
-    for answer in await asyncio.gather(*requests, return_exceptions=True):
-        if isinstance(answer, BaseException):
+async def _together(requests: Sequence[Awaitable[None]]) -> Refused | None:
+    """Waits for all of them, also where one fails; then raises the first failure, or returns the first refusal."""
+    answers = await asyncio.gather(*requests, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, Refused):
             raise answer
+    return next((answer for answer in answers if isinstance(answer, Refused)), None)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from operators import drift
 from operators.observed import Object
 from operators.spec import KIND
 
@@ -87,10 +88,12 @@ class Cache:
         entry = self._objects.get(kind, {}).get(Name(namespace, name))
         return None if entry is None else json.loads(entry.text)
 
-    def of(self, uid: str, kinds: Iterable[str]) -> list[Any]:
-        """The objects of these kinds that belong to a job, or the warnings about an object, in a stable order."""
+    def of(self, uid: str, kinds: Iterable[str], namespace: str) -> list[Any]:
+        """The objects of these kinds that belong to a job, or the warnings about an object, in a stable order; of its
+        own namespace alone: who may write in another can give anything there this uid."""
         wanted = set(kinds)
-        names = sorted(place for place in self._by_owner.get(uid, ()) if place[0] in wanted)
+        places = self._by_owner.get(uid, ())
+        names = sorted(place for place in places if place[0] in wanted and place[1].namespace == namespace)
         return [json.loads(self._objects[kind][name].text) for kind, name in names]
 
     def count(self) -> int:
@@ -103,7 +106,8 @@ class Cache:
             about = found["involvedObject"].get("uid", "")
             return Entry(uid, about, version, self._keys.get(about), _text(_event(found)))
         job, key = _job_of(kind, metadata)
-        return Entry(uid, job, version, key, _text(_trimmed(kind, found)))
+        kept = _bare(found) if kind != KIND and key is None else _trimmed(kind, found)
+        return Entry(uid, job, version, key, _text(kept))
 
     def _keep(self, kind: str, name: Name, entry: Entry) -> None:
         self._objects.setdefault(kind, {})[name] = entry
@@ -149,6 +153,12 @@ def _named(found: Object) -> Name:
     return Name(found["metadata"]["namespace"], found["metadata"]["name"])
 
 
+def _bare(found: Object) -> dict[str, Any]:
+    """All that is kept of an object with our label that is no job's: whose it is."""
+    names = ("name", "namespace", "uid", "resourceVersion", "ownerReferences")
+    return {"metadata": {name: found["metadata"][name] for name in names if name in found["metadata"]}}
+
+
 def _trimmed(kind: str, found: Object) -> dict[str, Any]:
     kept = {key: value for key, value in found.items() if key != "metadata"}
     kept["metadata"] = {key: value for key, value in found["metadata"].items() if key != "managedFields"}
@@ -158,6 +168,9 @@ def _trimmed(kind: str, found: Object) -> dict[str, Any]:
             {key: each[key] for key in ("name", "resources") if key in each} for each in spec.get("containers", ())
         ]
         kept["spec"] = {key: spec[key] for key in POD_SPEC if key in spec} | {"containers": containers}
+    if kind == "ConfigMap":
+        kept.pop("binaryData", None)
+        kept["data"] = {key: drift.kept(value) for key, value in (found.get("data") or {}).items()}
     return kept
 
 

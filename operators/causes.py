@@ -127,18 +127,19 @@ def refusal(owner: Object, events: Sequence[Object]) -> Cause | None:
     """Why the pods of a Job or Deployment could not be created, if they could not."""
     failed = condition(owner, "ReplicaFailure")
     if failed is not None and failed["status"] == "True":
-        return _refused(failed.get("message", ""))
+        return refused(failed.get("message", ""))
     uid = owner["metadata"]["uid"]
     said = [
         event.get("message", "")
         for event in events
         if event.get("reason") == "FailedCreate" and event.get("involvedObject", {}).get("uid") == uid
     ]
-    return _refused(said[-1]) if said else None
+    return refused(said[-1]) if said else None
 
 
-def _refused(message: str) -> Cause:
-    """The name of the pod that could not be, and what others use of the quota, change from try to try."""
+def refused(message: str) -> Cause:
+    """Why the API server takes an object not. The name of the pod that could not be, and what others use of the quota,
+    change from try to try."""
     message = re.sub(r'^(Error creating: )?(pods "[^"]*" is forbidden: )?', "", message)
     message = re.sub(r"used: .*?, limited: ", "limited: ", message)
     return Cause("QuotaExceeded" if "exceeded quota" in message else "CreateFailed", shortened(message))

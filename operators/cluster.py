@@ -21,6 +21,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException
 
 from operators import manifest
+from operators.act import Refused
 from operators.cache import Cache, JobKey, controller
 from operators.children import token_secret
 from operators.observed import Event, Key, Object
@@ -37,9 +38,10 @@ SILENCE_S = 100.0
 WATCH = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=SILENCE_S)
 WATCH_S = 75
 """The server then ends a watch properly, a sign of life too (events have no bookmarks); it goes on where it was."""
-PAGE = 100  # objects
 APPLY = "application/apply-patch+yaml"
 JSON = "application/json"
+REFUSALS = (400, 403, 413, 422)
+"""Statuses that the same request gets again: invalid, forbidden (a quota, an admission rule), too large."""
 NEVER = "1"
 """A resourceVersion that no object has. Applied with it, an object is created, or the server answers Conflict."""
 
@@ -53,6 +55,8 @@ class Kind(NamedTuple):
     plural: str
     selector: Mapping[str, str] = {"labelSelector": MANAGED}
     """What of this kind is listed and watched."""
+    page: int = 100
+    """Objects of a list that are read at once."""
 
     def path(self, namespace: str, name: str = "", subresource: str = "") -> str:
         root = "/api/v1" if self.version == "v1" else f"/apis/{self.version}"
@@ -62,7 +66,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     KIND: Kind(API_VERSION, "rljobs", {}),
-    "ConfigMap": Kind("v1", "configmaps"),
+    "ConfigMap": Kind("v1", "configmaps", page=20),  # of up to a MiB each
     "Deployment": Kind("apps/v1", "deployments"),
     "Job": Kind("batch/v1", "jobs"),
     "NetworkPolicy": Kind("networking.k8s.io/v1", "networkpolicies"),
@@ -108,6 +112,7 @@ class Cluster:
         """What the tokens of status ports are derived from."""
         self._client = ApiClient(configuration)
         self._held: dict[JobKey, set[Key]] = {}
+        self._refused: dict[JobKey, dict[Key, str]] = {}
 
     async def close(self) -> None:
         await self._client.close()
@@ -149,7 +154,7 @@ class Cluster:
         """All objects in pages, each with the version of the whole list. `bare`: only their metadata."""
         accept = f"{JSON};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1" if bare else JSON
         of = {"apiVersion": KINDS[kind].version, "kind": kind}  # which the items of a list do not say
-        query = {"limit": str(PAGE), **(KINDS[kind].selector if selector is None else selector)}
+        query = {"limit": str(KINDS[kind].page), **(KINDS[kind].selector if selector is None else selector)}
         while True:
             page = await self._request("list", "GET", KINDS[kind].path(namespace), query, accept=accept)
             # An empty list of metadata has null for its items.
@@ -190,21 +195,24 @@ class Cluster:
                 self._held[key].discard(held)
         return frozenset(self._held.get(key, ()))
 
+    def refused(self, key: JobKey) -> Mapping[Key, str]:
+        """Children of the job that the server refused when they were last applied, and its answer."""
+        return dict(self._refused.get(key, {}))
+
     def forget(self, key: JobKey) -> None:
         """The job is gone."""
         self._held.pop(key, None)
+        self._refused.pop(key, None)
 
     # Acting: what `operators.act` asks for.
 
     async def apply(self, desired: Mapping[str, Any]) -> None:
         """Server-side apply, by force. Raises Held where the name is somebody else's, Conflict where the object is
-        not the one that was seen."""
+        not the one that was seen, Refused."""
         kind, metadata = desired["kind"], desired["metadata"]
         seen = self.cache.find(kind, metadata["namespace"], metadata["name"])
-        if seen is None:
-            live = await self._create(desired)
-        else:
-            live = await self._take(desired, seen)
+        with self._refusing(desired):
+            live = await self._create(desired) if seen is None else await self._take(desired, seen)
         self.cache.put_answer(kind, live)
 
     async def delete(self, kind: str, name: str, namespace: str, uid: str) -> None:
@@ -254,7 +262,7 @@ class Cluster:
         checked, _ = manifest.check(job)
         assert checked is not None, "a trainer was planned for a job that is not valid"
         secret = token_secret(checked, bearer(self.key, job["metadata"]["uid"]))
-        with contextlib.suppress(Conflict):
+        with contextlib.suppress(Conflict), self._refusing(secret):
             await self._request("create", "POST", KINDS["Secret"].path(job["metadata"]["namespace"]), body=secret)
 
     async def pause(self, job: Object, pods: Sequence[Object]) -> None:
@@ -285,6 +293,21 @@ class Cluster:
 
     # Requests.
 
+    @contextlib.contextmanager
+    def _refusing(self, desired: Mapping[str, Any]) -> Iterator[None]:
+        """Keeps in mind whether the server refuses this child. Raises Refused."""
+        owner = controller(desired["metadata"])
+        assert owner is not None, "a child without an owner was planned"
+        job, child = JobKey(desired["metadata"]["namespace"], owner["name"]), _key(desired)
+        try:
+            yield
+        except ApiError as error:
+            if error.status not in REFUSALS:
+                raise
+            self._refused.setdefault(job, {})[child] = str(error)
+            raise Refused(f"{child.kind} {child.name}: {error}") from None
+        self._refused.get(job, {}).pop(child, None)
+
     async def _create(self, desired: Mapping[str, Any]) -> Any:
         try:
             return await self._apply(desired, {"resourceVersion": NEVER})
@@ -301,7 +324,7 @@ class Cluster:
         ours, theirs = controller(metadata), controller(found["metadata"])
         assert ours is not None, "a child without an owner was planned"
         if theirs is None or theirs["uid"] != ours["uid"]:
-            held = Key(desired["kind"], metadata["name"])
+            held = _key(desired)
             self._held.setdefault(JobKey(metadata["namespace"], ours["name"]), set()).add(held)
             raise Held(f"{held.kind} {held.name} exists and is not this job's")
         return await self._apply(desired, {"uid": found["metadata"]["uid"]})
@@ -357,6 +380,10 @@ class Cluster:
         answer = await self._client.call_api(method, url, headers, body, _request_timeout=timeout)
         response: aiohttp.ClientResponse = answer.response
         return response
+
+
+def _key(desired: Mapping[str, Any]) -> Key:
+    return Key(desired["kind"], desired["metadata"]["name"])
 
 
 async def load_configuration() -> Configuration:

@@ -73,9 +73,13 @@ REASONS: dict[str, Reason] = {
         "wait, add nodes, or ask for less in resources and scheduling",
     ),
     "QuotaExceeded": _warning(
-        "the namespace's ResourceQuota leaves no room for a pod", "free some, raise the quota, or ask for less"
+        "the namespace's ResourceQuota leaves no room for a pod, or for another of the job's objects",
+        "free some, raise the quota, or ask for less",
     ),
-    "CreateFailed": _warning("the API server refuses a pod", "follow the message: an admission rule, or a limit range"),
+    "CreateFailed": _warning(
+        "the API server refuses a pod, or another of the job's objects",
+        "follow the message: an admission rule, a limit range, or a field of the spec",
+    ),
     "ConfigError": _warning(
         "a container cannot be created: a Secret, ConfigMap or key is missing", "create what the message names"
     ),

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from operators.act import carry_out
+from operators.act import Refused, carry_out
 from operators.cache import JobKey, Name
 from operators.cluster import ApiError, Cluster, Conflict, Held
 from operators.handlers import watch_jobs
@@ -113,7 +113,7 @@ class Controller:
             result = "conflict"
             logger.debug(f"looks again: {error}", extra=_fields(key))
             raise
-        except (ApiError, TimeoutError) as error:
+        except (ApiError, Refused, TimeoutError) as error:
             logger.warning(f"pass ended: {error or f'longer than {PASS_LIMIT_S:.0f} s'}", extra=_fields(key))
             raise
         except Exception:

@@ -14,6 +14,7 @@ from typing import Any
 from operators.observed import Object
 
 APPLIED = "miles.dev/applied"
+LONGEST_KEPT = 128  # characters
 QUANTITIES = {"requests", "limits", "sizeLimit"}
 """Keys below which values are quantities, which the API server rewrites: 1000m becomes 1."""
 SUFFIXES = {"m": "1e-3", "k": "1e3", "M": "1e6", "G": "1e9", "T": "1e12", "P": "1e15"} | {
@@ -21,6 +22,11 @@ SUFFIXES = {"m": "1e-3", "k": "1e3", "M": "1e6", "G": "1e9", "T": "1e12", "P": "
 }
 NAMES = ("uid", "mountPath", "name")
 """What tells the items of a list apart, the first of them that all have; other lists go by position."""
+
+
+def kept(text: str) -> str:
+    """What the cache keeps of a text that may be long: its digest tells whether it is still what was wanted."""
+    return text if len(text) <= LONGEST_KEPT else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def marked(desired: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,6 +52,8 @@ def _holds(wanted: Any, live: Any, quantity: bool) -> bool:
         )
     if isinstance(wanted, Sequence) and not isinstance(wanted, str):
         return isinstance(live, Sequence) and not isinstance(live, str) and _list_holds(wanted, live, quantity)
+    if isinstance(wanted, str) and live == kept(wanted):
+        return True
     return quantity and _number(wanted) == _number(live)
 
 

@@ -31,13 +31,21 @@ def counted(here: Situation, status: RLJobStatus) -> RLJobStatus:
     )
 
 
-def facts(here: Situation, decision: Decision, status: RLJobStatus, conflicts: Sequence[Key]) -> Facts:
-    """Of a job that is neither finished nor invalid."""
+def facts(
+    here: Situation, decision: Decision, status: RLJobStatus, conflicts: Sequence[Key], refused: Sequence[Key]
+) -> Facts:
+    """Of a job that is neither finished nor invalid. Children that it should have: `conflicts` have names that others
+    hold, `refused` the API server does not take."""
+    refusal = causes.refused(here.observed.refused[refused[0]]) if refused else None
     trainer, rollout = _trainer(here, decision), _rollout(here, status)
+    if refusal is not None:
+        trainer, rollout = (each if each.status == "True" else Fact.of(False, refusal) for each in (trainer, rollout))
     gone = here.job.spec.suspend and here.current is None and not here.has_pods
     suspended = Cause("Suspended", "no pod is left; set spec.suspend to false to go on")
     if conflicts:
         summary = Fact("False", "NameConflict", _conflict(conflicts))
+    elif refusal is not None:
+        summary = Fact.of(False, refusal)
     elif gone:
         summary = Fact.of(False, suspended)
     else:

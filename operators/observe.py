@@ -10,6 +10,7 @@ from typing import Any
 
 from operators.cache import JobKey
 from operators.cluster import CHILDREN, Cluster
+from operators.names import attempt_of
 from operators.observed import Object, Observed, concerns_us
 from operators.spec import KIND
 from operators.statusport import last_words
@@ -26,7 +27,7 @@ async def observe(cluster: Cluster, key: JobKey, told: bool = False) -> Observed
     if job is None or not concerns_us(job):
         return None
     uid = job["metadata"]["uid"]
-    children, pods = cluster.cache.of(uid, CHILDREN), cluster.cache.of(uid, ["Pod"])
+    children, pods = (cluster.cache.of(uid, kinds, key.namespace) for kinds in (CHILDREN, ["Pod"]))
     if needs_the_truth(job, children):
         jobs = [each for each in await cluster.list_job("Job", key.namespace, uid) if _is_owned(each, uid)]
         children = [child for child in children if child["kind"] != "Job"] + jobs
@@ -36,6 +37,7 @@ async def observe(cluster: Cluster, key: JobKey, told: bool = False) -> Observed
         children=children,
         pods=pods,
         foreign=await cluster.foreign(key, uid),
+        refused=cluster.refused(key),
         report=await cluster.status.report(pods) or last_words(pods),
         events=_warnings(cluster, [*children, *pods]),
     )
@@ -50,8 +52,7 @@ def needs_the_truth(job: Object, children: Sequence[Object]) -> bool:
         return True
     attempt = status.get("attempt", {})
     trainers = [child for child in children if _is_job(child)]
-    numbers = [trainer["metadata"].get("labels", {}).get("miles.dev/attempt") for trainer in trainers]
-    if numbers != [str(attempt.get("number", 0))]:
+    if [attempt_of(trainer["metadata"]) for trainer in trainers] != [attempt.get("number", 0)]:
         return bool(trainers) or "time" in attempt
     return any(_has_ended(trainer) for trainer in trainers)
 
@@ -72,5 +73,6 @@ def _is_owned(child: Object, uid: str) -> bool:
 
 
 def _warnings(cluster: Cluster, objects: Sequence[Object]) -> list[Any]:
-    found = [warning for each in objects for warning in cluster.cache.of(each["metadata"]["uid"], ["Event"])]
+    places = [each["metadata"] for each in objects]
+    found = [warning for here in places for warning in cluster.cache.of(here["uid"], ["Event"], here["namespace"])]
     return sorted(found, key=lambda warning: str(warning.get("lastTimestamp") or warning.get("eventTime") or ""))

@@ -35,6 +35,8 @@ class Observed:
     """Every pod with the job's uid in its labels, whatever its state."""
     foreign: frozenset[Key] = frozenset()
     """Objects with the name of a child that another owner, or nobody, holds."""
+    refused: Mapping[Key, str] = dataclasses.field(default_factory=dict)
+    """Children that the API server refused when they were last applied, and its answer."""
     report: Mapping[str, Any] | None = None
     """GET /status of trainer rank 0; None: it did not answer."""
     events: Sequence[Object] = ()

@@ -16,7 +16,7 @@ from operators.attempts import Decision
 from operators.causes import is_true
 from operators.conditions import Fact, Facts, timestamp
 from operators.deadlines import awaiting, has_stepped
-from operators.observed import Deletion, Event, Object, Observed, Plan, concerns_us
+from operators.observed import Deletion, Event, Key, Object, Observed, Plan, concerns_us
 from operators.resolve import Platform
 from operators.situation import EDITION, Situation, deletion, key
 from operators.spec import RLJob
@@ -88,7 +88,8 @@ def _working(here: Situation, decision: Decision, wanted: Sequence[Child], platf
         status = status.model_copy(update={"start_time": timestamp(here.now)})
     status = awaiting(here, health.counted(here, training.updated(here, status, platform)))
     status = autoscale.updated(here, status)
-    status = _told(here, status, health.facts(here, decision, status, conflicts))
+    refused = [found for found in here.observed.refused if _is_to_come(found, apply)]
+    status = _told(here, status, health.facts(here, decision, status, conflicts, refused))
     resting = conditions.holds(status.conditions, "Suspended") and not apply and not decision.delete
     return Plan(
         pause=decision.pause,
@@ -112,6 +113,11 @@ def _to_apply(here: Situation, wanted: Sequence[Child], begin: bool) -> list[Chi
     return found
 
 
+def _is_to_come(found: Key, apply: Sequence[Child]) -> bool:
+    """The Secret of the trainer's token comes with its Job."""
+    return any(key(child) == found or (child["kind"], found.kind) == ("Job", "Secret") for child in apply)
+
+
 def _surplus(here: Situation, wanted: Sequence[Child]) -> list[Deletion]:
     """What the spec wants no longer, such as the server of a reward that was removed."""
     known = {key(child) for child in wanted}
@@ -133,7 +139,7 @@ def _settled(here: Situation, decision: Decision, platform: Platform) -> Plan:
     status = health.counted(here, decision.status)
     if decision.ended is None:
         status = awaiting(here, training.updated(here, status, platform))
-        told = health.facts(here, decision, status, ())
+        told = health.facts(here, decision, status, (), ())
     else:
         assert decision.cause is not None
         if decision.ended == "Complete":

@@ -8,12 +8,12 @@ from typing import Any
 
 from operators import causes
 from operators.causes import moment
+from operators.names import attempt_of
 from operators.observed import Deletion, Key, Object, Observed
 from operators.spec import RLJob
 from operators.spec.status import RLJobStatus
 
 COMPONENT = "miles.dev/component"
-ATTEMPT = "miles.dev/attempt"
 EDITION = "miles.dev/edition"
 """Annotation of a trainer's Job: the digest (operators.edits) of the fields that it runs."""
 
@@ -32,7 +32,7 @@ class Situation:
     def trainer_jobs(self) -> dict[int, Object]:
         """Attempt → its Job."""
         jobs = [child for child in self.observed.children if child["kind"] == "Job"]
-        return {int(job["metadata"]["labels"].get(ATTEMPT, 0)): job for job in jobs}
+        return {attempt_of(job["metadata"]): job for job in jobs}
 
     @functools.cached_property
     def attempt(self) -> int:

@@ -9,18 +9,20 @@ import dataclasses
 import hashlib
 import hmac
 import json
-import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
 from operators.containers import STATUS_PORT
+from operators.names import attempt_of
 from operators.observed import Object
 
 LARGEST = 64 << 10  # bytes of an answer
 LONGEST = 200  # characters of a text in it, and entries of a map
+LONGEST_KEY = 48  # characters, so that the name of every metric in the status is whole
+LARGEST_NUMBER = 1e15
 AT_ONCE = 64  # requests
 FRESH_S = 3.0
 """An answer is used again for so long."""
@@ -144,7 +146,7 @@ def rank_0(pods: Sequence[Object]) -> Object | None:
     """The running pod of the newest trainer attempt's first node."""
     running = [pod for pod in pods if _is_rank_0(pod) and pod.get("status", {}).get("phase") == "Running"]
     running = [pod for pod in running if pod["status"].get("podIP")]
-    return max(running, key=lambda pod: int(pod["metadata"]["labels"].get("miles.dev/attempt", 0)), default=None)
+    return max(running, key=lambda pod: attempt_of(pod["metadata"]), default=None)
 
 
 def _is_rank_0(pod: Object) -> bool:
@@ -159,21 +161,62 @@ def bearer(key: bytes, uid: str) -> str:
 
 
 def checked(told: Any) -> Report | None:
-    """The answer with only plain, finite, short values; None where it is no report at all."""
+    """The known fields of the answer whose values are what they should be; None where it is no report at all."""
     if not isinstance(told, Mapping) or not isinstance(told.get("phase"), str):
         return None
-    return {str(name)[:LONGEST]: _plain(value, 2) for name, value in list(told.items())[:LONGEST]}
+    found = {name: kind(told.get(name)) for name, kind in FIELDS.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def _plain(value: Any, depth: int) -> Any:
-    if isinstance(value, bool | int) or value is None:
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, str):
-        return value[:LONGEST]
-    if isinstance(value, Mapping) and depth:
-        return {str(name)[:LONGEST]: _plain(item, depth - 1) for name, item in list(value.items())[:LONGEST]}
-    if isinstance(value, list) and depth:
-        return [_plain(item, depth - 1) for item in value[:LONGEST]]
-    return None
+def _text(value: Any) -> str | None:
+    """Printed as it is on terminals, and kept by the API server."""
+    if not isinstance(value, str):
+        return None
+    return "".join(letter if letter.isprintable() else "?" for letter in value[:LONGEST])
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and abs(value) < LARGEST_NUMBER else None
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and _number(value) is not None and value >= 0 else None
+
+
+def _version(value: Any) -> list[int] | None:
+    """(term, step) of a policy."""
+    counts = [_count(item) for item in value] if isinstance(value, list) and len(value) == 2 else [None]
+    return [count for count in counts if count is not None] if None not in counts else None
+
+
+def _map(kind: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any] | None]:
+    def checked_map(value: Any) -> dict[str, Any] | None:
+        if not isinstance(value, Mapping):
+            return None
+        items = list(value.items())[:LONGEST]
+        found = {(_text(name) or "?")[:LONGEST_KEY]: kind(item) for name, item in items}
+        return {name: item for name, item in found.items() if item is not None}
+
+    return checked_map
+
+
+FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    "phase": _text,
+    "waiting_for": _text,
+    "step": _count,
+    "checkpoint_step": _count,
+    "version": _version,
+    "eta_s": _number,
+    "reward_mean": _number,
+    "reward": _map(_number),
+    "evaluation": _map(_map(_number)),
+    "tokens_per_s": _map(_number),
+    "waits": _map(_number),
+    "samples_per_s": _number,
+    "staleness_mean": _number,
+    "staleness_max": _number,
+    "queue_groups": _number,
+    "response_length_mean": _number,
+}
+"""What a report may say (pipeline.lead writes it)."""

@@ -499,7 +499,7 @@ class Operator:
             pods = [found for found in world.all("Pod") if _is_pod_of(found, uid)]
         strange = [found for found in world.all(*CHILD_KINDS) if controller(found) != uid]
         foreign = frozenset(Key(found["kind"], found["metadata"]["name"]) for found in strange)
-        return Observed(job, children, pods, foreign, world.report(pods))
+        return Observed(job, children, pods, foreign, report=world.report(pods))
 
     def cached(self) -> dict[Place, Dict]:
         """What the watches have told so far, never going back, with the answers to our own writes put over it. The

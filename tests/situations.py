@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from operators.conditions import timestamp
-from operators.observed import Observed, Plan
+from operators.observed import Key, Observed, Plan
 from operators.reconcile import reconcile
 from operators.resolve import Platform
 from tests.test_spec import MINIMAL
@@ -44,6 +44,7 @@ class Story:
         self.report: Dict | None = None
         self.events: list[Dict] = []
         self.foreign: frozenset[Any] = frozenset()
+        self.refused: Dict = {}  # children that the API server does not take
         self.now = NOW
         self.told: list[tuple[str, str]] = []  # (type, reason) of every event
         self.deleted: list[tuple[str, str]] = []
@@ -58,9 +59,12 @@ class Story:
             report=self.report,
             events=self.events,
             foreign=self.foreign,
+            refused=self.refused,
         )
         for child in plan.apply:
             key = child["kind"], child["metadata"]["name"]
+            if Key(*key) in self.refused:
+                continue
             known = self.children.get(key, {"metadata": {"uid": f"uid-{key[0]}-{key[1]}".lower()}})
             self.children[key] = known | child | {"metadata": known["metadata"] | child["metadata"]}
         for deletion in plan.delete:

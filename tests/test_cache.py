@@ -4,6 +4,7 @@ import copy
 import sys
 from typing import Any
 
+from operators import drift
 from operators.cache import Cache, JobKey, Name
 
 KEY = JobKey("team", "sums")
@@ -63,22 +64,22 @@ def test_children_are_found_by_the_uid_of_their_controller_and_pods_by_their_lab
     assert cache.put("ConfigMap", child()) == KEY
     assert cache.put("Pod", pod()) == KEY
     cache.put("ConfigMap", child("other-config", job="u-2"))
-    assert names(cache.of("u-1", ["ConfigMap", "Pod"])) == ["sums-config", "sums-trainer-0-0-abcde"]
-    assert names(cache.of("u-1", ["Pod"])) == ["sums-trainer-0-0-abcde"]
+    assert names(cache.of("u-1", ["ConfigMap", "Pod"], "team")) == ["sums-config", "sums-trainer-0-0-abcde"]
+    assert names(cache.of("u-1", ["Pod"], "team")) == ["sums-trainer-0-0-abcde"]
 
 
 def test_a_child_whose_labels_were_edited_is_still_a_child() -> None:
     cache, edited = Cache(), child()
     edited["metadata"]["labels"] = {"miles.dev/job-uid": "u-7"}
     assert cache.put("ConfigMap", edited) == KEY
-    assert cache.of("u-7", ["ConfigMap"]) == []
+    assert cache.of("u-7", ["ConfigMap"], "team") == []
 
 
 def test_a_same_named_object_of_another_owner_is_nobodys_child() -> None:
     cache, theirs = Cache(), child()
     theirs["metadata"]["ownerReferences"][0] |= {"kind": "Deployment"}
     assert cache.put("ConfigMap", theirs) is None
-    assert cache.of("u-1", ["ConfigMap"]) == []
+    assert cache.of("u-1", ["ConfigMap"], "team") == []
     assert cache.find("ConfigMap", "team", "sums-config") is not None
 
 
@@ -86,7 +87,7 @@ def test_what_is_not_needed_is_not_kept() -> None:
     cache = Cache()
     cache.put("ConfigMap", child())
     cache.put("Pod", pod())
-    (config, trainer) = cache.of("u-1", ["ConfigMap", "Pod"])
+    (config, trainer) = cache.of("u-1", ["ConfigMap", "Pod"], "team")
     assert "managedFields" not in config["metadata"]
     assert config["data"] == {"run.json": "{}"}
     assert trainer["spec"] == {"nodeName": "n", "containers": [{"name": "trainer"}]}
@@ -96,15 +97,15 @@ def test_what_is_not_needed_is_not_kept() -> None:
 def test_an_object_that_is_looked_at_can_be_changed_without_changing_what_is_remembered() -> None:
     cache = Cache()
     cache.put("ConfigMap", child())
-    cache.of("u-1", ["ConfigMap"])[0]["data"].clear()
-    assert cache.of("u-1", ["ConfigMap"])[0]["data"] == {"run.json": "{}"}
+    cache.of("u-1", ["ConfigMap"], "team")[0]["data"].clear()
+    assert cache.of("u-1", ["ConfigMap"], "team")[0]["data"] == {"run.json": "{}"}
 
 
 def test_the_answer_to_a_write_is_seen_before_the_watch_tells_of_it() -> None:
     cache = Cache()
     cache.put("ConfigMap", child("other", version=5))
     cache.put_answer("ConfigMap", child(version=20))
-    assert names(cache.of("u-1", ["ConfigMap"])) == ["other", "sums-config"]
+    assert names(cache.of("u-1", ["ConfigMap"], "team")) == ["other", "sums-config"]
 
 
 def test_an_answer_that_the_watch_has_overtaken_brings_nothing_back() -> None:
@@ -114,7 +115,7 @@ def test_an_answer_that_the_watch_has_overtaken_brings_nothing_back() -> None:
     cache.put("ConfigMap", old)
     cache.remove("ConfigMap", gone)
     cache.put_answer("ConfigMap", old)
-    assert cache.of("u-1", ["ConfigMap"]) == []
+    assert cache.of("u-1", ["ConfigMap"], "team") == []
 
 
 def test_the_answer_about_an_object_that_is_here_counts_whatever_the_watch_has_told_of_others() -> None:
@@ -133,14 +134,14 @@ def test_after_a_list_what_it_did_not_name_is_gone_and_its_job_is_told() -> None
     cache.put("ConfigMap", child("two"))
     cache.put("Pod", pod())
     assert cache.keep_only("ConfigMap", "", [Name("team", "two")]) == {KEY}
-    assert names(cache.of("u-1", ["ConfigMap", "Pod"])) == ["two", "sums-trainer-0-0-abcde"]
+    assert names(cache.of("u-1", ["ConfigMap", "Pod"], "team")) == ["two", "sums-trainer-0-0-abcde"]
 
 
 def test_a_list_of_one_namespace_says_nothing_about_others() -> None:
     cache = Cache()
     cache.put("ConfigMap", child())
     assert cache.keep_only("ConfigMap", "elsewhere", []) == set()
-    assert names(cache.of("u-1", ["ConfigMap"])) == ["sums-config"]
+    assert names(cache.of("u-1", ["ConfigMap"], "team")) == ["sums-config"]
 
 
 def test_a_warning_belongs_to_the_job_of_the_object_that_it_is_about_and_goes_with_it() -> None:
@@ -148,9 +149,9 @@ def test_a_warning_belongs_to_the_job_of_the_object_that_it_is_about_and_goes_wi
     cache.put("Job", job)
     uid = job["metadata"]["uid"]
     assert cache.put("Event", warning(uid)) == KEY
-    assert [each["message"] for each in cache.of(uid, ["Event"])] == ["exceeded quota"]
+    assert [each["message"] for each in cache.of(uid, ["Event"], "team")] == ["exceeded quota"]
     cache.remove("Job", job)
-    assert cache.of(uid, ["Event"]) == []
+    assert cache.of(uid, ["Event"], "team") == []
     assert cache.count() == 0
 
 
@@ -179,3 +180,29 @@ def test_a_thousand_jobs_fit_into_a_fraction_of_the_memory_of_their_objects() ->
         cache.put("ConfigMap", found)
     size = sum(sys.getsizeof(entry.text) for held in cache._objects.values() for entry in held.values())
     assert size < 5_000_000
+
+
+def test_what_another_namespace_holds_is_never_a_jobs_whatever_it_says() -> None:
+    """Labels, owners and uids are at the will of whoever may write there."""
+    cache = Cache()
+    for kind, found in (("Pod", pod()), ("ConfigMap", child())):
+        cache.put(kind, found | {"metadata": found["metadata"] | {"namespace": "others"}})
+    assert cache.of("u-1", ["ConfigMap", "Pod"], "team") == []
+
+
+def test_of_an_object_that_is_no_jobs_only_its_name_and_owner_are_kept() -> None:
+    cache = Cache()
+    found = child("stray") | {"data": {"a": "x" * 1_000_000}}
+    del found["metadata"]["ownerReferences"]
+    cache.put("ConfigMap", found)
+    assert set(cache.find("ConfigMap", "team", "stray")) == {"metadata"}
+
+
+def test_of_long_texts_of_a_config_map_only_the_digest_is_kept_and_no_drift_is_seen() -> None:
+    cache, text = Cache(), "{" + " " * 1_000_000 + "}"
+    live = child() | {"data": {"run.json": text, "added": "y" * 1_000_000}, "binaryData": {"z": "AAAA"}}
+    cache.put("ConfigMap", live)
+    (seen,) = cache.of("u-1", ["ConfigMap"], "team")
+    assert len(str(seen)) < 2_000
+    assert not drift.differs(seen, {"data": {"run.json": text}})
+    assert drift.differs(seen, {"data": {"run.json": text[1:]}})

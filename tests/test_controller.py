@@ -43,6 +43,9 @@ class Server:
     async def foreign(self, key: JobKey, uid: str) -> frozenset[Any]:
         return frozenset()
 
+    def refused(self, key: JobKey) -> dict[Any, str]:
+        return {}
+
     async def get(self, kind: str, namespace: str, name: str) -> Dict:
         self.asked.append("get")
         return self.job

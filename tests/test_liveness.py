@@ -123,10 +123,10 @@ async def test_changes_reach_the_cache_and_name_their_job() -> None:
         assert changed == [JobKey("team", "sums")]
         server.events.put_nowait(("MODIFIED", config_map("150")))
         await asyncio.sleep(1)
-        assert server.cache.of("u", ["ConfigMap"])[0]["metadata"]["resourceVersion"] == "150"
+        assert server.cache.of("u", ["ConfigMap"], "team")[0]["metadata"]["resourceVersion"] == "150"
         server.events.put_nowait(("DELETED", config_map("151")))
         await asyncio.sleep(1)
-        assert server.cache.of("u", ["ConfigMap"]) == []
+        assert server.cache.of("u", ["ConfigMap"], "team") == []
         assert len(changed) == 3
 
 
@@ -137,7 +137,7 @@ async def test_what_vanished_while_the_server_had_forgotten_is_noticed_by_the_ne
     async with following(server, health) as changed:
         server.objects, server.manner = [], "expired"
         await asyncio.sleep(70)
-        assert server.cache.of("u", ["ConfigMap"]) == []
+        assert server.cache.of("u", ["ConfigMap"], "team") == []
         assert changed[-1] == JobKey("team", "sums")
         assert server.lists == 2
 
@@ -152,7 +152,7 @@ async def test_a_server_that_refuses_is_asked_again_until_it_answers() -> None:
         server.manner = "bookmarks"
         server.objects = [config_map("7")]
         await asyncio.sleep(20)
-        assert len(server.cache.of("u", ["ConfigMap"])) == 1
+        assert len(server.cache.of("u", ["ConfigMap"], "team")) == 1
 
 
 def controller(server: Server, health: Health) -> Controller:

@@ -237,6 +237,49 @@ def test_a_name_held_by_another_is_told_and_nothing_is_applied():
     assert story.condition("Stalled")[0] == "False"
 
 
+# Children that the API server refuses
+
+
+QUOTA = 'jobs.batch "j" is forbidden: exceeded quota: q, requested: count/jobs.batch=1, used: count/jobs.batch=2'
+
+
+def test_a_trainers_job_that_is_refused_is_told_and_tried_again_until_the_start_up_deadline():
+    story = Story(runPolicy={"startupDeadlineSeconds": 300})
+    story.refused = {Key("Job", "arithmetic-trainer-0"): QUOTA}
+    story.look()
+    story.look(1)
+    assert story.condition("Ready") == ("False", "QuotaExceeded")
+    assert story.condition("TrainerReady") == ("False", "QuotaExceeded")
+    assert "exceeded quota: q" in story.entry("Ready")["message"]
+    assert [child["kind"] for child in story.look(10).apply] == ["Job"]
+    assert story.told.count(("Warning", "QuotaExceeded")) == 1
+    story.look(300)
+    assert story.condition("Failed") == ("True", "StartupDeadlineExceeded")
+    assert "exceeded quota: q" in story.entry("Failed")["message"]
+
+
+def test_an_edit_that_the_api_server_refuses_is_told_while_training_goes_on():
+    story = training()
+    story.edit(rollout={"resources": {"limits": {"memory": "1Gi"}}})
+    story.refused = {Key("Deployment", "arithmetic-rollout"): "Deployment is invalid: spec.x: Invalid value"}
+    story.look()
+    assert story.condition("Ready") == ("False", "CreateFailed")
+    assert story.condition("TrainerReady") == ("True", "PodsReady")
+    assert story.condition("Failed")[0] == "False"
+    story.refused = {}
+    story.look()
+    story.look()
+    assert story.condition("Ready")[1] != "CreateFailed"
+
+
+def test_a_label_of_the_trainers_job_that_is_no_number_costs_that_job_and_not_the_attempt():
+    story = training()
+    (job,) = (child for child in story.children.values() if child["kind"] == "Job")
+    job["metadata"]["labels"] = job["metadata"]["labels"] | {"miles.dev/attempt": "boom"}
+    plan = story.look()
+    assert plan.status is None or plan.status["attempt"]["number"] == 0
+
+
 # Invalid specs
 
 

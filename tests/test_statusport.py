@@ -13,7 +13,7 @@ from aiohttp import web
 from operators import statusport
 from operators.statusport import StatusPort, bearer, checked, last_words, rank_0
 
-REPORT = {"phase": "training", "step": 3, "total_steps": 10, "tokens_per_s": {"trained": 1.5}, "version": [0, 3]}
+REPORT = {"phase": "training", "step": 3, "tokens_per_s": {"trained": 1.5}, "version": [0, 3]}
 
 
 def pod(index: str = "0", attempt: int = 0, phase: str = "Running", ip: str | None = "10.0.0.1", **labels: str) -> Any:
@@ -153,22 +153,49 @@ async def test_what_is_no_report_is_none(trainer: Trainer, answer: Any) -> None:
     assert len(trainer.asked) == 1
 
 
-def test_a_hostile_report_is_cut_to_plain_finite_short_values() -> None:
+WRONG = {
+    "step": ["abc", -5, 10**30, 1.5, True, None],
+    "checkpoint_step": ["x", -1],
+    "version": [{"a": 1}, 7, [1], [1, 2, 3], [1, "2"], [-1, 0]],
+    "eta_s": [[1], float("nan"), float("inf")],
+    "reward_mean": [10**400, -(10**400), "1", True],
+    "reward": [[1], 3, "x"],
+    "evaluation": [3, [{"a": 1}]],
+    "tokens_per_s": [[3], 3],
+    "waiting_for": [3, ["a"]],
+    "unknown": [1],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_field_of_a_report_that_is_not_what_it_should_be_is_left_out(name: str, value: Any) -> None:
+    assert checked({"phase": "training", name: value}) == {"phase": "training"}
+
+
+def test_entries_of_a_map_that_are_no_numbers_are_left_out() -> None:
+    told = {"phase": "training", "reward": {"a": 1, "b": "2", "c": float("nan")}, "evaluation": {"a": 3, "b": {"d": 4}}}
+    assert checked(told) == {"phase": "training", "reward": {"a": 1}, "evaluation": {"b": {"d": 4}}}
+
+
+def test_texts_and_maps_of_a_report_are_short_and_can_be_printed() -> None:
     found = checked(
         {
             "phase": "p" * 10_000,
-            "nan": float("nan"),
-            "deep": {"a": {"b": {"c": 1}}},
-            "many": list(range(10_000)),
-            "k" * 10_000: 1,
+            "waiting_for": "a\x1b[2Jb\ud800",
+            "reward": {"k" * 10_000: 1, "\ud800": 2} | {f"part{number}": 1 for number in range(10_000)},
         }
     )
     assert found is not None
     assert found["phase"] == "p" * statusport.LONGEST
-    assert found["nan"] is None
-    assert found["deep"] == {"a": {"b": None}}
-    assert found["many"] == list(range(statusport.LONGEST))
-    assert max(map(len, found)) == statusport.LONGEST
+    assert found["waiting_for"] == "a?[2Jb?"
+    assert len(found["reward"]) == statusport.LONGEST
+    assert list(found["reward"])[:2] == ["k" * statusport.LONGEST_KEY, "?"]
+
+
+def test_a_label_that_is_no_number_stands_for_the_first_attempt() -> None:
+    found = rank_0([pod(attempt=1), pod(attempt=0, **{"miles.dev/attempt": "boom"})])
+    assert found is not None
+    assert found["metadata"]["name"] == "sums-trainer-1-0"
 
 
 async def test_a_pause_is_asked_for_with_the_token(trainer: Trainer) -> None:

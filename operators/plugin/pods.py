@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from operators.names import attempt_of
+
 Pod = Mapping[str, Any]
 HARMLESS = ("PodInitializing", "ContainerCreating")
 MAIN = {"trainer": "trainer", "rollout": "worker"}
@@ -69,9 +71,8 @@ def speaking(pod: Pod) -> str:
 def loudness(pod: Pod) -> tuple[int, bool, int]:
     """Orders pods by how much a person wants to hear them: the newest attempt, then those in trouble, then rank 0."""
     labels = pod["metadata"].get("labels", {})
-    attempt = int(labels.get("miles.dev/attempt", 0))
-    rank = int(labels.get("batch.kubernetes.io/job-completion-index", 0))
-    return attempt, words(pod).startswith("failed"), -rank
+    rank_0 = labels.get("batch.kubernetes.io/job-completion-index", "0") == "0"
+    return attempt_of(pod["metadata"]), words(pod).startswith("failed"), rank_0
 
 
 def _ended(status: Mapping[str, Any]) -> str:

@@ -3,11 +3,11 @@
 import time
 
 from tests import podstatus
-from tests.kubeapi import Dict
+from tests.kubeapi import Dict, until
 from tests.operator_cases import add, case, reason
 from tests.operator_cases.life_cycle import DEADLINES
 from tests.podstatus import Outcome
-from tests.stage import FRESH_S, STOPPED, Scene
+from tests.stage import FRESH_S, LIMIT_S, STOPPED, Scene
 
 SECRET = 'secret "s3" not found'
 NOWHERE = {"nodeSelector": {"zone": "nowhere"}}
@@ -171,6 +171,31 @@ RANGE: Dict = {"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "s
 TOO_LARGE = {"trainer": {"resources": {"limits": {"memory": "8Gi"}}}}
 add("QuotaExceeded", reason("QuotaExceeded"), is_refused_a_pod, "QuotaExceeded", QUOTA, {}, "exceeded quota: full")
 add("CreateFailed", reason("CreateFailed"), is_refused_a_pod, "CreateFailed", RANGE, TOO_LARGE, "maximum memory usage")
+
+
+def is_refused_a_child(scene: Scene, counted: str) -> None:
+    quota = QUOTA | {"spec": {"hard": {f"count/{counted}": "0"}}}
+    scene.api.create(quota, scene.namespace)
+    until(
+        lambda: scene.api.get("ResourceQuota", "full", scene.namespace).get("status", {}).get("hard"),
+        "the quota",
+        LIMIT_S,
+    )
+    is_troubled(scene, "QuotaExceeded", "trainer", None, {}, f"count/{counted}")
+    scene.until_told("Ready", "QuotaExceeded", "False")
+    scene.api.delete("ResourceQuota", "full", scene.namespace)
+    scene.train()
+
+
+for counted in ("jobs.batch", "deployments.apps", "configmaps", "secrets", "services"):
+    add(f"QuotaExceeded of {counted}", reason("QuotaExceeded"), is_refused_a_child, counted)
+
+
+@case(reason("CreateFailed"))
+def a_child_that_is_invalid_is_told_with_the_field(scene: Scene) -> None:
+    scene.create(trainer={"resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}})
+    scene.until_told("Ready", "CreateFailed", "False")
+    assert "requests" in scene.condition("Ready")["message"]
 
 
 @case(reason("OOMKilled"))
