@@ -17,6 +17,11 @@ POD_SPEC = ("nodeName", "subdomain")
 """All that is kept of a pod's spec; and of its containers, names and resources."""
 
 
+MOST_WARNINGS = 16
+"""That are kept about one object."""
+LONGEST_WARNING = 1024  # characters of its message, as the API server's own controllers write
+
+
 class JobKey(NamedTuple):
     """An RLJob, and an entry of the work queue."""
 
@@ -57,6 +62,8 @@ class Cache:
         self._drop(kind, name)
         if kind != "Event" or entry.key is not None:
             self._keep(kind, name, entry)
+        if kind == "Event":
+            self._forget_warnings(entry.owner)
         return entry.key
 
     def put_answer(self, kind: str, found: Object) -> None:
@@ -114,6 +121,12 @@ class Cache:
         self._by_owner.setdefault(entry.owner, set()).add((kind, name))
         if kind != "Event" and entry.key is not None:
             self._keys[entry.uid] = entry.key
+
+    def _forget_warnings(self, about: str) -> None:
+        """Those of longest ago: who may make events may make any number of them."""
+        held = [name for kind, name in self._by_owner.get(about, ()) if kind == "Event"]
+        if len(held) > MOST_WARNINGS:
+            self._drop("Event", min(held, key=lambda name: self._objects["Event"][name].version))
 
     def _drop(self, kind: str, name: Name) -> None:
         entry = self._objects.get(kind, {}).pop(name, None)
@@ -176,7 +189,8 @@ def _trimmed(kind: str, found: Object) -> dict[str, Any]:
 
 def _event(found: Object) -> dict[str, Any]:
     keep = ("type", "reason", "message", "involvedObject", "firstTimestamp", "lastTimestamp", "eventTime", "count")
-    return {key: found[key] for key in keep if found.get(key) is not None}
+    kept = {key: found[key] for key in keep if found.get(key) is not None}
+    return kept | {"message": str(found.get("message") or "")[:LONGEST_WARNING]}
 
 
 def _text(value: Any) -> bytes:

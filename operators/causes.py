@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
+from operators.figures import one_line
 from operators.observed import Object
 
 USER_ERROR, STOPPED, FENCED = 3, 4, 5  # exit codes of pipeline.termination
@@ -279,5 +280,4 @@ def moment(time: str) -> datetime.datetime:
 
 
 def shortened(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 1] + "…"
+    return one_line(text, LONGEST_MESSAGE)

@@ -127,6 +127,28 @@ def _quantities() -> Iterator[Rule]:
         "write it under limits; GPUs are never shared",
         ".requests",
     )
+    asked, most = (f"quantity(string(self.{kind}[k]))" for kind in ("requests", "limits"))
+    yield Rule(
+        "!has(self.requests) || !has(self.limits) || "
+        f"self.requests.all(k, !(k in self.limits) || {asked}.compareTo({most}) <= 0)",
+        "at most the same resource under limits",
+        ".requests",
+    )
+
+
+_TOLERATION = (
+    Rule("has(self.key) || self.operator == 'Exists'", "without a key, write operator: Exists"),
+    Rule(
+        "self.operator != 'Exists' || !has(self.value) || self.value == ''",
+        "operator Exists takes every value; remove it",
+        ".value",
+    ),
+    Rule(
+        "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
+        "counts for effect: NoExecute alone; write that, or remove it",
+        ".tolerationSeconds",
+    ),
+)
 
 
 def _algorithms() -> Iterator[Rule]:
@@ -343,6 +365,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "spec.rollout.resources": tuple(_quantities()),
     "spec.rollout.template.env[]": _TEMPLATE_VARIABLE,
+    "spec.rollout.template.tolerations[]": _TOLERATION,
     "spec.trainer.lora": (Rule(f"!self.targets.matches({_quoted(BARE_LAYERS.pattern)})", NO_ADAPTER, ".targets"),),
     "spec.trainer": (
         Rule(
@@ -358,6 +381,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "spec.trainer.resources": tuple(_quantities()),
     "spec.trainer.template.env[]": _TEMPLATE_VARIABLE,
+    "spec.trainer.template.tolerations[]": _TOLERATION,
+    "spec.scheduling.tolerations[]": _TOLERATION,
     "spec.store.uri": (_NO_WAY_UP,),
     "spec.output.uri": (_NO_WAY_UP,),
     "spec.checkpoint.resumeFrom": (_NO_WAY_UP,),

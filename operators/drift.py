@@ -4,22 +4,18 @@ Each object that we apply carries a digest of what was wanted. It is applied aga
 our own fields was changed by others; what they or the API server added is left alone.
 """
 
-import decimal
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from operators.observed import Object
+from operators.spec.fields import amount
 
 APPLIED = "miles.dev/applied"
 LONGEST_KEPT = 128  # characters
 QUANTITIES = {"requests", "limits", "sizeLimit"}
 """Keys below which values are quantities, which the API server rewrites: 1000m becomes 1."""
-SUFFIXES = {"m": "1e-3", "k": "1e3", "M": "1e6", "G": "1e9", "T": "1e12", "P": "1e15"} | {
-    f"{letter}i": str(1024**power) for power, letter in enumerate("KMGTP", 1)
-}
 NAMES = ("uid", "mountPath", "name")
 """What tells the items of a list apart, the first of them that all have; other lists go by position."""
 
@@ -54,7 +50,7 @@ def _holds(wanted: Any, live: Any, quantity: bool) -> bool:
         return isinstance(live, Sequence) and not isinstance(live, str) and _list_holds(wanted, live, quantity)
     if isinstance(wanted, str) and live == kept(wanted):
         return True
-    return quantity and _number(wanted) == _number(live)
+    return quantity and amount(wanted) is not None and amount(wanted) == amount(live)
 
 
 def _list_holds(wanted: Sequence[Any], live: Sequence[Any], quantity: bool) -> bool:
@@ -80,10 +76,3 @@ def _name(items: Sequence[Any]) -> str | None:
 def _empty(value: Any) -> bool:
     """The API server drops fields of this value, unless it keeps them, so both mean the same."""
     return value is None or value is False or value in ("", 0) or value == {} or value == []
-
-
-def _number(quantity: Any) -> decimal.Decimal | str:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([mkMGTP]|[KMGTP]i)?", str(quantity))
-    if match is None:
-        return str(quantity)
-    return decimal.Decimal(match[1]) * decimal.Decimal(SUFFIXES.get(match[2], "1"))

@@ -1,4 +1,4 @@
-"""Numbers and times as people read them. Pure."""
+"""Numbers, times and texts as people read them. Pure."""
 
 from collections.abc import Sequence
 
@@ -40,3 +40,9 @@ def duration(seconds: float) -> str:
     if whole < 48 * 3600:
         return f"{whole // 3600}h {whole % 3600 // 60}m"
     return f"{whole // 86400}d {whole % 86400 // 3600}h"
+
+
+def one_line(text: str, longest: int) -> str:
+    """The text in one line that a terminal only prints: whoever wrote it may have put in what moves its cursor."""
+    shown = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+    return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"

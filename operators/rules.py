@@ -12,9 +12,9 @@ from operators import schema
 from operators.resolve import gpus, set_name
 from operators.schema import Path
 from operators.spec import RLJob
-from operators.spec.fields import OWN_COUNT, OWN_RATE, is_rate
+from operators.spec.fields import OWN_COUNT, OWN_RATE, amount, is_rate
 from operators.spec.inputs import PromptSource
-from operators.spec.pods import GPU, Resources, Template
+from operators.spec.pods import GPU, Resources, Template, Toleration
 from pipeline import where
 from pipeline.algorithms.registry import ALGORITHMS
 
@@ -52,6 +52,12 @@ def broken(job: RLJob) -> Iterator[Broken]:
     for number, reward in enumerate(job.spec.rewards):
         if reward.model is not None:
             yield from _resources(("spec", "rewards", number, "model", "resources"), reward.model.resources)
+    for part, found in (
+        (("scheduling",), job.spec.scheduling.tolerations),
+        (("rollout", "template"), job.spec.rollout.template.tolerations),
+        (("trainer", "template"), job.spec.trainer.template.tolerations),
+    ):
+        yield from _tolerations(("spec", *part, "tolerations"), found)
     yield from _variables(("spec", "rollout", "template", "env"), job.spec.rollout.template)
     yield from _variables(("spec", "trainer", "template", "env"), job.spec.trainer.template)
 
@@ -277,6 +283,21 @@ def _resources(path: Path, resources: Resources) -> Iterator[Broken]:
             yield (*path, kind, GPU), "write a whole number of GPUs"
     if GPU in resources.requests and GPU not in resources.limits:
         yield (*path, "requests", GPU), "write it under limits; GPUs are never shared"
+    for name in resources.requests.keys() & resources.limits.keys():
+        asked, most = amount(resources.requests[name]), amount(resources.limits[name])
+        if asked is not None and most is not None and asked > most:
+            yield (*path, "requests", name), "at most the same resource under limits"
+
+
+def _tolerations(path: Path, tolerations: Sequence[Toleration]) -> Iterator[Broken]:
+    for number, entry in enumerate(tolerations):
+        here = (*path, number)
+        if entry.key is None and entry.operator != "Exists":
+            yield here, "without a key, write operator: Exists"
+        if entry.operator == "Exists" and entry.value:
+            yield (*here, "value"), "operator Exists takes every value; remove it"
+        if entry.toleration_seconds is not None and entry.effect != "NoExecute":
+            yield (*here, "tolerationSeconds"), "counts for effect: NoExecute alone; write that, or remove it"
 
 
 def _variables(path: Path, template: Template) -> Iterator[Broken]:

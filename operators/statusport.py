@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 
 from operators.containers import STATUS_PORT
+from operators.figures import one_line
 from operators.names import attempt_of
 from operators.observed import Object
 
@@ -169,10 +170,7 @@ def checked(told: Any) -> Report | None:
 
 
 def _text(value: Any) -> str | None:
-    """Printed as it is on terminals, and kept by the API server."""
-    if not isinstance(value, str):
-        return None
-    return "".join(letter if letter.isprintable() else "?" for letter in value[:LONGEST])
+    return one_line(value, LONGEST) if isinstance(value, str) else None
 
 
 def _number(value: Any) -> float | None:
@@ -213,6 +211,7 @@ FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "evaluation": _map(_map(_number)),
     "tokens_per_s": _map(_number),
     "waits": _map(_number),
+    "store": _map(_count),
     "samples_per_s": _number,
     "staleness_mean": _number,
     "staleness_max": _number,

@@ -80,11 +80,7 @@ def _checkpointed(here: Situation, status: RLJobStatus, platform: Platform) -> R
 def _stored(report: Report) -> StoreStatus | None:
     found = report.get("store") or {}
     size, objects = found.get("bytes"), found.get("objects")
-    if (
-        not (isinstance(size, int) and isinstance(objects, int))
-        or min(size, objects) < 0
-        or max(size, objects) >= 1 << 63
-    ):
+    if size is None or objects is None:
         return None
     return StoreStatus(bytes=size, objects=objects)
 

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from operators import drift
-from operators.cache import Cache, JobKey, Name
+from operators.cache import LONGEST_WARNING, MOST_WARNINGS, Cache, JobKey, Name
 
 KEY = JobKey("team", "sums")
 
@@ -206,3 +206,16 @@ def test_of_long_texts_of_a_config_map_only_the_digest_is_kept_and_no_drift_is_s
     assert len(str(seen)) < 2_000
     assert not drift.differs(seen, {"data": {"run.json": text}})
     assert drift.differs(seen, {"data": {"run.json": text[1:]}})
+
+
+def test_of_any_number_of_warnings_about_an_object_the_newest_few_are_kept_and_cut() -> None:
+    cache = Cache()
+    cache.put("ConfigMap", child())
+    about = child()["metadata"]["uid"]
+    for number in range(100):
+        cache.put(
+            "Event", warning(about, name=f"w{number}", version=100 + number) | {"message": f"{number} " + "x" * 9000}
+        )
+    kept = cache.of(about, ["Event"], "team")
+    assert {int(each["message"].split()[0]) for each in kept} == set(range(100 - MOST_WARNINGS, 100))
+    assert max(len(each["message"]) for each in kept) == LONGEST_WARNING

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from operators import conditions, figures, kubectl
+from operators import causes, conditions, figures, kubectl
 from operators.plugin import command, pods, reports, status, tables, trouble
 from tests.test_report import configuration
 
@@ -575,3 +575,15 @@ def test_a_report_of_a_run_that_has_written_nothing_yet_is_refused_in_one_line(f
     said = capfd.readouterr().err
     assert "there is no such folder" in said
     assert said.count("\n") == 1
+
+
+HOSTILE = "\x1b[2J\x1b]0;title\x07 a\u202eb \x9b31m\x01c"
+
+
+def test_what_others_wrote_moves_no_cursor():
+    assert not [
+        letter for letter in tables.table([("NAME",), (HOSTILE,)]) if not letter.isprintable() and letter != "\n"
+    ]
+    assert status.shortened(HOSTILE).isprintable()
+    assert causes.shortened(HOSTILE).isprintable()
+    assert "a?b" in status.shortened(HOSTILE)

@@ -14,7 +14,7 @@ import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from operators.figures import count, duration, number, size, sparkline
+from operators.figures import count, duration, number, one_line, size, sparkline
 from operators.plugin import pods as pod_words
 from operators.plugin import trouble
 from operators.plugin.trouble import holds, seconds_since
@@ -191,8 +191,7 @@ def store_uri(job: Object) -> str:
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= longest else f"{line[: longest - 1]}…"
+    return one_line(text, longest)
 
 
 def suspended_already(job: Object) -> bool:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from operators.figures import duration, number
+from operators.figures import duration, number, one_line
 from operators.plugin import pods as pod_words
 from operators.plugin import status, trouble
 from operators.plugin.trouble import seconds_since
@@ -13,10 +13,12 @@ from operators.plugin.trouble import seconds_since
 Object = Mapping[str, Any]
 Row = tuple[str, ...]
 MOST_EVENTS = 50
+LONGEST_CELL = 1000  # characters
 
 
 def table(rows: Sequence[Row]) -> str:
     """Columns as wide as their widest text, the first row their titles."""
+    rows = [tuple(one_line(text, LONGEST_CELL) for text in row) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ("   ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

@@ -5,6 +5,7 @@ durations are whole seconds, a closed choice is an enum. Values are never conver
 What a type alone cannot say to `operators.schema` (remedies, what works only in a cluster) travels in its JSON schema.
 """
 
+import decimal
 import re
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -127,8 +128,14 @@ StoreUri = Annotated[str, text(1024, f"{_S3}|{_FILE}", f"write s3://bucket/prefi
 DataUri = Annotated[str, text(1024, f"{_S3}|{_FILE}|{_WEB}", f"write s3://bucket/key, https://host/path or {_LOCAL}")]
 Url = Annotated[str, text(1024, _WEB, "write an http:// or https:// URL")]
 
+_DOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 ResourceName = Annotated[
-    str, text(253, "([-a-z0-9.]+/)?[-A-Za-z0-9_.]+", "write a resource's name, such as cpu or nvidia.com/gpu")
+    str,
+    text(
+        253,
+        rf"cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMG]i|{_DOMAIN}/[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?",
+        "write cpu, memory, ephemeral-storage, or a device with its domain, such as nvidia.com/gpu",
+    ),
 ]
 
 
@@ -178,6 +185,17 @@ def _quantity(value: Any) -> Any:
     if not isinstance(value, str) or not re.fullmatch(_QUANTITY, value) or "\n" in value or len(value) > 32:
         raise ValueError("write a quantity, such as 2, 500m or 16Gi")
     return value
+
+
+SUFFIXES = {"m": "1e-3", "k": "1e3", "M": "1e6", "G": "1e9", "T": "1e12", "P": "1e15"} | {
+    f"{letter}i": str(1024**power) for power, letter in enumerate("KMGTP", 1)
+}
+
+
+def amount(quantity: int | str) -> decimal.Decimal | None:
+    """What a quantity means; None: it is none."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([mkMGTP]|[KMGTP]i)?", str(quantity))
+    return None if match is None else decimal.Decimal(match[1]) * decimal.Decimal(SUFFIXES.get(match[2], "1"))
 
 
 Quantity = Annotated[

@@ -193,9 +193,9 @@ for counted in ("jobs.batch", "deployments.apps", "configmaps", "secrets", "serv
 
 @case(reason("CreateFailed"))
 def a_child_that_is_invalid_is_told_with_the_field(scene: Scene) -> None:
-    scene.create(trainer={"resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}})
+    scene.create(trainer={"resources": {"limits": {"hugepages-2Mi": "3Mi", "memory": "1Gi"}}})
     scene.until_told("Ready", "CreateFailed", "False")
-    assert "requests" in scene.condition("Ready")["message"]
+    assert "hugepages-2Mi" in scene.condition("Ready")["message"]
 
 
 @case(reason("OOMKilled"))
