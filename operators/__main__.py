@@ -91,6 +91,9 @@ def main() -> None:
         asyncio.run(serve(options))
     except ValueError as error:
         raise SystemExit(f"operators: {error}") from None
+    except ExceptionGroup:
+        logging.getLogger("operators").exception("the operator ends; another replica, or this one anew, goes on")
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

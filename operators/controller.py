@@ -34,6 +34,8 @@ CHECK_S = 60.0
 RESYNC_S = 600.0
 """Every job is looked at so often, whatever happens."""
 START_LIMIT_S = 60.0
+LIST_LIMIT_S = 300.0
+"""Of all objects of a kind, at a start: to begin again would ask a busy API server for more, not for less."""
 LEASE = "Lease"
 """The source of health that a replica has whether it leads or not."""
 logger = logging.getLogger(__name__)
@@ -183,9 +185,12 @@ class Controller:
             listed.append(asyncio.Event())
             watch = follow(self.cluster, kind, namespace, self.health, self._echo, listed[-1])
             group.create_task(watch, name=f"watch {kind}")
-        async with asyncio.timeout(START_LIMIT_S):
-            for event in listed:
-                await event.wait()
+        try:
+            async with asyncio.timeout(LIST_LIMIT_S):
+                for event in listed:
+                    await event.wait()
+        except TimeoutError:
+            raise ValueError(f"objects of kind {kind} could not be listed within {LIST_LIMIT_S:.0f} s") from None
 
     async def _check(self) -> None:
         """Compares what the watch of RLJobs told with what there is: the proof that it hears, and the resync."""

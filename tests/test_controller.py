@@ -1,5 +1,6 @@
 """What a look costs in requests and rendering, and that it never acts on what is old."""
 
+import asyncio
 import copy
 import datetime
 from types import SimpleNamespace
@@ -167,3 +168,14 @@ async def test_after_a_look_that_failed_the_server_itself_is_asked() -> None:
         await found.visit(KEY)
     await found.visit(KEY)
     assert server.asked[:1] == ["get"]
+
+
+async def test_a_kind_that_cannot_be_listed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def follow(*values: Any) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr("operators.controller.LIST_LIMIT_S", 0.05)
+    monkeypatch.setattr("operators.controller.follow", follow)
+    with pytest.RaisesGroup(pytest.RaisesExc(ValueError, match="kind Job could not be listed")):
+        async with asyncio.TaskGroup() as group:
+            await controller(Server())._follow(group, "Job")
