@@ -8,7 +8,8 @@ the policy saw them: `turns` says who wrote which. Observations are context and 
 (NaN, so that a reader that does not know of turns refuses the shard), and no part in losses and statistics.
 
 Reading is guarded: `decode` answers anything that is no shard of whole and sane groups with Damaged, so that a torn
-or hostile object is quarantined by its reader and never ends it. Samples marked invalid may hold anything that the
+or hostile object is quarantined by its reader and never ends it; `parquet` sees to it that none takes more memory than
+MOST_BYTES. Samples marked invalid may hold anything that the
 engine returned (no token, a NaN logprob): their values are not checked, and are not to be trained on.
 """
 
@@ -20,8 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline import parquet
 from pipeline.versions import Version
 
 TURN = pa.struct(
@@ -136,6 +139,12 @@ GREEDY = "greedy baseline"
 """Why a sample that is there for its reward alone is `invalid`: the last of its group (ReMax)."""
 
 ROWS_PER_ROW_GROUP = 256
+MOST_ROWS = 1_000_000
+MOST_BYTES = 4 << 30
+"""Of a shard in memory; reading one takes twice as much for a moment. One that is written has half of it at most, some
+100 million tokens: what Parquet makes of a value may seem twice as large."""
+MOST_ENTRIES = 10_000_000
+"""Spans, turns or steps of a shard."""
 ROUNDING = 1e-6
 STAND_IN = -9999.0
 """What vLLM writes for a logprob of -inf."""
@@ -150,6 +159,7 @@ def encode(groups: list[RolloutGroup]) -> bytes:
     """One Parquet file of whole groups, every sample a row, in the given order.
 
     Lone surrogates in texts become U+FFFD (Arrow refuses them); a logprob that rounding made positive becomes 0.
+    Raises ValueError for more than a reader takes.
     """
     rows = [(group, number, rollout) for group in groups for number, rollout in enumerate(group.rollouts)]
     columns = {
@@ -180,6 +190,11 @@ def encode(groups: list[RolloutGroup]) -> bytes:
         "steps": [[step._asdict() for step in rollout.steps] or None for _, _, rollout in rows],
     }
     table = pa.table([pa.array(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
+    if len(rows) > MOST_ROWS or table.nbytes > MOST_BYTES // 2:
+        raise ValueError(
+            f"{len(groups)} groups have {len(rows):,} samples and {table.nbytes:,} bytes, and a shard at most"
+            f" {MOST_ROWS:,} and {MOST_BYTES // 2:,}: lower algorithm.groupSize or sampling.maxNewTokens"
+        )
     sink = io.BytesIO()
     pq.write_table(
         table,
@@ -222,8 +237,7 @@ def decode(data: bytes, vocabulary: int | None = None, group_size: int | None = 
 def read(data: bytes) -> pa.Table:
     """The table of `decode`, as far as Parquet and SCHEMA vouch for it: what rows hold is not looked at."""
     try:
-        table = pq.read_table(pa.BufferReader(data), use_threads=False, page_checksum_verification=True)
-        table = _conform(table).combine_chunks()
+        table = _within_bounds(data)
         table.validate(full=True)
     except Damaged:
         raise
@@ -231,6 +245,21 @@ def read(data: bytes) -> pa.Table:
         raise Damaged(
             f"not a Parquet shard of schema 1: {str(error).splitlines()[0] if str(error) else error!r}"
         ) from None
+    return table
+
+
+def _within_bounds(data: bytes) -> pa.Table:
+    parts, size = [SCHEMA.empty_table()], 0
+    for batch in parquet.batches(data, SCHEMA.names, MOST_ROWS, MOST_BYTES):
+        parts.append(_conform(pa.Table.from_batches([batch])))
+        size += parts[-1].nbytes
+        if size > MOST_BYTES:
+            raise Damaged(f"its rows take more than {MOST_BYTES:,} bytes")
+    table = pa.concat_tables(parts).combine_chunks()
+    for name in ("spans", "turns", "steps"):  # are looked at as Python objects
+        entries = len(pc.list_flatten(table.column(name)))
+        if entries > MOST_ENTRIES:
+            raise Damaged(f"column {name} has {entries:,} entries, more than {MOST_ENTRIES:,}")
     return table
 
 
@@ -272,7 +301,7 @@ def _check_rows(table: pa.Table, vocabulary: int | None) -> None:
     _refuse(valid & _any(logprobs, values <= STAND_IN), f"a logprob is {STAND_IN:g}, the engine's stand-in for -inf")
     reward = table.column("reward").to_numpy()  # [N], null as NaN
     _refuse(valid & ~np.isfinite(reward), "no finite reward, and not marked invalid")
-    finish = np.array([reason in ("stop", "length") for reason in table.column("finish_reason").to_pylist()], bool)
+    finish = pc.is_in(table.column("finish_reason"), pa.array(["stop", "length"], pa.large_string())).to_numpy()
     _refuse(valid & ~finish, "finish_reason is neither stop nor length")
     _check_spans(table, valid, lengths)
 
