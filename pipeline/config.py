@@ -211,9 +211,10 @@ class RolloutConfig(Config):
     shard_groups: int = 64
     """Groups after which a shard is written at once."""
     poll_s: float = 0.5
-    """Seconds between two looks at control/state.json."""
+    """Seconds between two looks at control/state.json while there is work; a worker without any looks less and less
+    often, down to once in heartbeat_s, and finds new work later by a twentieth of the time it has waited."""
     heartbeat_s: float = 5.0
-    """Seconds between two refreshes of writers/<ulid>.json."""
+    """Seconds between two refreshes of writers/<ulid>.json; twice as many where the worker idles."""
     lease_timeout_s: float = 60.0
     """Silence after which a writer's leases are taken back."""
     group_timeout_s: float = 1800.0

@@ -19,7 +19,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from pipeline import config as configuration
-from pipeline import evaluation, status, termination
+from pipeline import evaluation, polling, status, termination
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.clock import Clock, SystemClock
 from pipeline.config import RunConfig
@@ -41,6 +41,8 @@ GRACE_S = 10.0
 """After SIGTERM, time in which running groups may still be finished."""
 LEAVE_S = 25.0
 """After SIGTERM, longest time to the end of the process; Kubernetes kills after 30 s."""
+MOMENT_S = 1e-3
+"""A look that is due so soon is due."""
 OUTAGE_S = 900.0
 """Longest silence of the store that a worker sits out."""
 TRIES = 3
@@ -84,7 +86,8 @@ class Worker:
         self._hold = False  # begin no group
         self._highest: Version | None = None
         self._oldest_finished: float | None = None
-        self._looked = -1e9
+        self._looked = self._changed = -1e9
+        self._interval = 0.0  # until the next look
         self._answered = clock.now()
         self._met = False  # the run's control file
         self._ended: int | None = None  # term of the trainer that had stopped when we came
@@ -112,21 +115,34 @@ class Worker:
 
     async def _look(self) -> None:
         """Tell the trainer how it goes, learn what it wants, and let go of what it no longer wants."""
-        if self.clock.now() - self._looked < self.config.rollout.poll_s:
+        if self._until_look() > MOMENT_S:
             return
-        self._looked = self.clock.now()
+        self._looked, before = self.clock.now(), self.control
         try:
             self.control = await self.writer.sync(self._report())
         except StorageError as error:
             self._outage(error)
             return
         self._answered = self.clock.now()
+        self._pace(self.control != before)
         if not self._met:
             self._met, self._ended = True, self.control.term if self.control.stop is not None else None
         held = self.groups.held
         await self.groups.abort(held if self.control.revoked else held - self.control.leases.keys())
         if self._evaluating and self.control.evaluation != self._evaluating and self._special:
             self._special.cancel()
+
+    def _until_look(self) -> float:
+        """Seconds; a clock that was set back makes a look due."""
+        passed = self.clock.now() - self._looked
+        return max(0.0, self._interval - passed) if passed >= 0 else 0.0
+
+    def _pace(self, changed: bool) -> None:
+        """Whoever has nothing to do and is told nothing new looks less and less often."""
+        if changed or self.groups.held or self._special:
+            self._changed = self._answered
+        rollout, quiet_s = self.config.rollout, max(0.0, self._answered - self._changed)
+        self._interval = polling.interval(quiet_s, rollout.poll_s, rollout.heartbeat_s, self.writer.randomness)
 
     def _direct(self) -> None:
         """At most one special task at a time: an evaluation, or else newer weights."""
@@ -248,7 +264,7 @@ class Worker:
         """Until something has changed here, or it is time to look again."""
         tasks = {
             asyncio.create_task(self._wake.wait()),
-            asyncio.create_task(self.clock.sleep(self.config.rollout.poll_s)),
+            asyncio.create_task(self.clock.sleep(self._until_look() or self.config.rollout.poll_s)),
         }
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:

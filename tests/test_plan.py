@@ -238,7 +238,7 @@ async def test_a_plan_needs_the_models_configuration_and_nothing_else(config):
     assert "all weights of a model of 0.00 billion parameters, 1 × 4 training processes, 2 servers × 2, H100" in page
     assert "of 80: fits" in page
     assert "at 2 a device and hour" in page
-    assert "of an idle worker in an hour        720       7,200           0  $0.00648" in page
+    assert "of an idle worker in an hour        400         800           0  $0.00232" in page
 
 
 async def test_a_job_that_trains_stored_samples_is_planned_without_servers(config):

@@ -10,6 +10,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline import experience, rollout, weights
@@ -904,3 +905,40 @@ def test_workers_and_the_real_coordinator_train_every_index_once_within_the_stal
         loop.run_until_complete(asyncio.wait_for(run(), 10_000))
     finally:
         loop.close()
+
+
+class Looks:
+    """When control/state.json was read."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    async def before(self, operation: str, key: str) -> None:
+        if (operation, key) == ("read", CONTROL_KEY):
+            self.at.append(VirtualClock().now())
+
+    async def after(self, operation: str, key: str) -> None:
+        pass
+
+
+def test_a_worker_without_work_looks_less_and_less_often_and_at_once_when_there_is_some(play: Any) -> None:
+    looks = Looks()
+
+    async def test(stage: Stage) -> None:
+        poll_s, heartbeat_s = stage.worker.config.rollout.poll_s, stage.worker.config.rollout.heartbeat_s
+        await asyncio.sleep(600)
+        assert looks.at[3] - looks.at[2] == pytest.approx(poll_s)
+        gaps = np.diff(looks.at[-40:])
+        assert gaps.min() > 0.79 * heartbeat_s
+        assert gaps.max() < 1.01 * heartbeat_s
+        assert len(set(gaps.round(3))) > 30
+        beat = await stage.trainer.heartbeat(stage.worker)
+        assert VirtualClock().now() - beat.refreshed < 2 * heartbeat_s
+        await stage.trainer.grant(stage.worker, {0: 0})
+        granted = VirtualClock().now()
+        await stage.until(lambda: stage.engine.running == 1)
+        assert VirtualClock().now() - granted < heartbeat_s + 0.1
+        await stage.delivers(0)
+        assert np.diff(looks.at[-2:])[0] == pytest.approx(poll_s)
+
+    play(test, faults=looks)

@@ -1,7 +1,8 @@
 """How often a run asks its object store, and what that costs; pure arithmetic.
 
 Polling goes by the clock, whatever is trained: each worker reads control/state.json every `poll_s` and rewrites its
-heartbeat every `heartbeat_s`; the trainer, every `heartbeat_s`, lists writers/, reads each heartbeat and rewrites
+heartbeat every `heartbeat_s`, or, when it has long had nothing to do, every `heartbeat_s` and every other time; the
+trainer, every `heartbeat_s`, lists writers/, reads each heartbeat and rewrites
 control/state.json, and asks each worker with leases for its next shard every `poll_s` while it waits for groups, or
 `flush_s`. Work adds the shards, which the trainer reads to plan and every rank to train, and a few records a step.
 All is rather too much than too little: a worker may have no lease, and groups that finish together share a shard.
@@ -10,6 +11,7 @@ All is rather too much than too little: a worker may have no lease, and groups t
 import dataclasses
 import math
 
+from pipeline import polling
 from pipeline.config import RunConfig
 
 HOUR_S = 3600.0
@@ -42,7 +44,13 @@ class Requests:
 
 
 def idle_worker(config: RunConfig) -> Requests:
-    """Of a worker that has nothing to do, in an hour; the trainer's share of it not counted."""
+    """Of a worker that has long had nothing to do, in an hour; the trainer's share of it not counted."""
+    looks = HOUR_S / max(config.rollout.poll_s, polling.MEAN * config.rollout.heartbeat_s)
+    return Requests(put=looks / 2, get=looks, list=0)
+
+
+def worker(config: RunConfig) -> Requests:
+    """Of a worker that has work, in an hour, for its polling."""
     return Requests(put=HOUR_S / config.rollout.heartbeat_s, get=HOUR_S / config.rollout.poll_s, list=0)
 
 
@@ -64,5 +72,5 @@ def step(config: RunConfig, workers: int, step_s: float, ranks: int) -> Requests
 def per_million_rollouts(config: RunConfig, workers: int, ranks: int, step_s: float, waiting: float) -> Requests:
     """Of all processes, for a million trained samples."""
     steps = 1e6 / (config.algorithm.prompts_per_step * config.algorithm.group_size)
-    polling = idle_worker(config).times(workers).plus(trainer(config, workers, waiting))
-    return polling.times(steps * step_s / HOUR_S).plus(step(config, workers, step_s, ranks).times(steps))
+    asked = worker(config).times(workers).plus(trainer(config, workers, waiting))
+    return asked.times(steps * step_s / HOUR_S).plus(step(config, workers, step_s, ranks).times(steps))
