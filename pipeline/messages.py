@@ -9,14 +9,18 @@ control/state.json is written by the trainer of the highest term alone, writers/
 """
 
 import dataclasses
+import functools
 import json
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+import pydantic
 
 from pipeline.versions import Version
 
 T = TypeVar("T")
+FAULTS = 3
+"""Named in a message."""
 CONTROL_KEY = "control/state.json"
 WRITERS_FOLDER = "writers"
 SHARDS_FOLDER = "rollouts/v1"
@@ -55,12 +59,20 @@ def evaluation_key(step: int) -> str:
     return f"evaluations/v1/s{step:020d}.json"
 
 
+def _leases(pairs: Any) -> dict[int, int]:
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and [type(number) for number in pair] == [int, int] for pair in pairs
+    ):
+        raise ValueError("should be a list of pairs [prompt index, lowest step]")
+    return dict(pairs)
+
+
 @dataclasses.dataclass(frozen=True)
 class WriterEntry:
     """What the trainer says about one writer incarnation."""
 
     instance: str
-    leases: dict[int, int]
+    leases: Annotated[dict[int, int], pydantic.BeforeValidator(_leases)]
     """Prompt index → lowest step of a version it may be generated with."""
     acknowledged: int
     """Sequence number of the next shard the trainer expects."""
@@ -77,7 +89,7 @@ class WriterEntry:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "WriterEntry":
-        return cls(content["instance"], dict(content["leases"]), content["acknowledged"], content["final"])
+        return cls(content["instance"], _leases(content["leases"]), content["acknowledged"], content["final"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,19 +122,11 @@ class ControlState:
 
     @classmethod
     def decode(cls, data: bytes) -> "ControlState":
-        """Raises ValueError, which names key and remedy, for anything else."""
+        """Raises ValueError, which names key, field and remedy, for anything else."""
         try:
-            return _decoded(data, cls._from_json)
+            return _decoded(cls, data)
         except ValueError as error:
             raise ValueError(f"{CONTROL_KEY} is damaged ({error}); {CONTROL_REMEDY}") from None
-
-    @classmethod
-    def _from_json(cls, content: dict[str, Any]) -> "ControlState":
-        content["version"] = _version(content["version"])
-        content["writers"] = {ulid: WriterEntry.from_json(entry) for ulid, entry in content["writers"].items()}
-        request = content["evaluation"]
-        content["evaluation"] = request and EvaluationRequest(**{**request, "version": Version(*request["version"])})
-        return cls(**content)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,23 +153,18 @@ class Heartbeat:
 
     @classmethod
     def decode(cls, data: bytes) -> "Heartbeat":
-        """Raises ValueError for anything else."""
-        return _decoded(data, cls._from_json)
-
-    @classmethod
-    def _from_json(cls, content: dict[str, Any]) -> "Heartbeat":
-        content["version"] = _version(content["version"])
-        content["handed_back"] = tuple(content["handed_back"])
-        content["failures"] = {int(index): reason for index, reason in content["failures"].items()}
-        return cls(**content)
+        """Raises ValueError, which names the field, for anything else."""
+        return _decoded(cls, data)
 
 
-def _decoded(data: bytes, build: Callable[[dict[str, Any]], T]) -> T:
+@functools.cache
+def _adapter(kind: type[T]) -> pydantic.TypeAdapter[T]:
+    return pydantic.TypeAdapter(kind)
+
+
+def _decoded(kind: type[T], data: bytes) -> T:
     try:
-        return build(json.loads(data))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
-
-
-def _version(pair: list[int] | None) -> Version | None:
-    return Version(*pair) if pair is not None else None
+        return _adapter(kind).validate_json(data, strict=True)
+    except pydantic.ValidationError as error:
+        faults = [".".join(map(str, fault["loc"])) + ": " + fault["msg"] for fault in error.errors()]
+        raise ValueError("; ".join(fault.removeprefix(": ") for fault in faults[:FAULTS])) from None

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from pipeline.messages import ControlState, EvaluationRequest, Heartbeat, WriterEntry, evaluation_key, shard_key
@@ -43,3 +45,45 @@ def test_what_is_damaged_is_one_kind_of_error_and_the_trainers_file_comes_with_i
         Heartbeat.decode(data)
     with pytest.raises(ValueError, match=r"control/state.json is damaged \(.*\); while nothing .* delete it"):
         ControlState.decode(data)
+
+
+CONTROL = ControlState(
+    1, 2, Version(1, 2), {"A": WriterEntry("rollout-0", {4: 1}, 0)}, EvaluationRequest(2, (1, 2), "A")
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"term": "1"}, "term: Input should be a valid integer"),
+        ({"step": True}, "step: Input should be a valid integer"),
+        ({"version": [1, "2"]}, "version.1: Input should be a valid integer"),
+        ({"writers": []}, "writers: Input should be an object"),
+        ({"writers": {"A": {"instance": 1, "leases": [], "acknowledged": 0, "final": None}}}, "writers.A.instance: "),
+        ({"writers": {"A": {"instance": "", "leases": [[1, []]], "acknowledged": 0}}}, "writers.A.leases: .* pairs"),
+        ({"evaluation": {"step": 1, "version": [1, 1], "writer": 3}}, "evaluation.writer: "),
+        ({"replaying": 1}, "replaying: Input should be a valid boolean"),
+    ],
+)
+def test_a_value_of_the_wrong_type_in_the_trainers_file_is_refused_by_name(change, named):
+    content = json.loads(CONTROL.encode()) | change
+    with pytest.raises(ValueError, match=rf"control/state.json is damaged \({named}"):
+        ControlState.decode(json.dumps(content).encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"ulid": 5}, "ulid"),
+        ({"sequence": "5"}, "sequence"),
+        ({"draining": 0}, "draining"),
+        ({"handed_back": [1, None]}, "handed_back.1"),
+        ({"failures": {"x": "reason"}}, "failures.x.*"),
+        ({"failures": {"7": 1}}, "failures.7"),
+        ({"statistics": {"running": "2"}}, "statistics.running"),
+        ({"refreshed": None}, "refreshed"),
+    ],
+)
+def test_a_value_of_the_wrong_type_in_a_heartbeat_is_refused_by_name(change, named):
+    with pytest.raises(ValueError, match=rf"^{named}: Input should be"):
+        Heartbeat.decode(json.dumps(json.loads(Heartbeat("A", "rollout-0").encode()) | change).encode())
