@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import subprocess
 
 import pyarrow.parquet as pq
 import pytest
@@ -92,7 +93,14 @@ def test_the_check_says_what_holds_and_how_fast_it_is_and_leaves_nothing(tmp_pat
     lines = capsys.readouterr().out.splitlines()
     assert [line[:3] for line in lines[:6]] == ["yes"] * 6
     assert "puts, 32 at once" in "".join(lines)
-    assert keys(f"file://{tmp_path}") == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_check_of_a_store_leaves_what_it_rests_on(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "LARGE", 1_000_000)
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_file() and "locks" not in path.parts)
+    assert command.main(["check", str(tmp_path / "store/default/sums/r1")]) == 0
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file() and "locks" not in path.parts) == before
 
 
 def test_the_check_of_a_store_that_lets_every_writer_win_names_what_fails_and_the_remedy(capsys):
@@ -132,9 +140,19 @@ def test_a_relative_folder_is_a_place(run, tmp_path, monkeypatch, capsys):
     assert command.main(["check", "../../../new ü"]) == 0
 
 
+def test_ls_says_when_a_copied_folder_has_lost_its_checksums(run, tmp_path, capsys):
+    folder = tmp_path / "store/default/sums/r1"
+    subprocess.run(["cp", "-a", str(folder), str(tmp_path / "copy")], check=True, timeout=60)
+    assert command.main(["ls", str(tmp_path / "copy")]) == 0
+    count = len(keys(run))
+    assert f"miles store ls: {count} objects have no checksum beside them" in capsys.readouterr().err
+
+
 def test_ls_counts_what_lies_below_each_name(run, capsys):
     assert command.main(["ls", run]) == 0
-    lines = {line.split()[-1]: line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    said = capsys.readouterr()
+    assert said.err == ""
+    lines = {line.split()[-1]: line.split()[0] for line in said.out.splitlines()}
     assert lines["rollouts/"] == "4"
     assert lines["run.json"] == "1"
     assert lines["trainer/"] == "4"

@@ -46,6 +46,7 @@ __all__ = [
     "confined",
     "exists",
     "file_sha256",
+    "local_folder",
     "open_storage",
     "probe",
 ]
@@ -79,9 +80,15 @@ def open_storage(
     raise ValueError(f"store {uri!r} is neither s3://bucket/prefix nor file:///folder")
 
 
-def exists(uri: str) -> bool:
-    """Whether a local folder is there; other places are asked when they are read."""
+def local_folder(uri: str) -> pathlib.Path | None:
+    """The folder that a file:/// URI or a path names, which need not be there; None for other places."""
     scheme, separator, rest = uri.partition("://")
     if separator and scheme != "file":
-        return True
-    return pathlib.Path(urllib.parse.unquote(rest) if separator else uri).is_dir()
+        return None
+    return pathlib.Path(urllib.parse.unquote(rest) if separator else uri)
+
+
+def exists(uri: str) -> bool:
+    """Whether a local folder is there; other places are asked when they are read."""
+    folder = local_folder(uri)
+    return folder is None or folder.is_dir()

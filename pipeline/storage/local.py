@@ -2,8 +2,9 @@
 
 An object is an ordinary file at its key, so that pandas, DuckDB and vLLM read it as it lies. All else is in
 `.miles/` at the root, on the same file system: temporary files, a lock per stripe of keys, and each object's
-metadata, filed under key and inode, so that a file damaged in place is known by them. The etag is the file's
-(inode, modification time, size): a version is written beside the one it follows, so no two in a row share an inode.
+metadata, filed under key and inode, so that a file damaged in place is known by them. A copy of the folder (cp -a) has
+other inodes, hence no metadata: its objects are read, but no damage to them is noticed. The etag is the file's (inode,
+modification time, size): a version is written beside the one it follows, so no two in a row share an inode.
 
 Creating is link(2), which fails where a name exists (rename(2) would replace it in silence). Replacing compares
 the etag and renames under an exclusive lock of the key. File and folder are flushed to disk before a write is
@@ -79,6 +80,18 @@ class LocalBucket:
 
     async def delete(self, key: str) -> None:
         await self._call(self._delete, key)
+
+    async def unsealed(self, folder: str) -> int:
+        """Objects without metadata: what made or copied them has left their checksums behind, or there were none."""
+
+        def count() -> int:
+            kept = os.path.join(self.root, HIDDEN, "metadata")
+            return sum(
+                not os.path.exists(os.path.join(kept, info.key, info.etag.partition("-")[0]))
+                for info in self._walk(folder)
+            )
+
+        return await self._call(count)
 
     async def _call(self, call: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         """Run file-system work on a thread, its faults told apart."""
