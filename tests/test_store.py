@@ -3,10 +3,13 @@
 import asyncio
 import dataclasses
 import json
+import os
 import random
 import re
 import shutil
+import socket
 import subprocess
+import sys
 
 import pyarrow.parquet as pq
 import pytest
@@ -146,6 +149,24 @@ def test_ls_says_when_a_copied_folder_has_lost_its_checksums(run, tmp_path, caps
     assert command.main(["ls", str(tmp_path / "copy")]) == 0
     count = len(keys(run))
     assert f"miles store ls: {count} objects have no checksum beside them" in capsys.readouterr().err
+
+
+def test_a_dead_endpoint_is_named_at_once_and_how_long_it_is_tried():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"  # nobody listens
+    environment = {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeline.store", "ls", "s3://bucket/run"],
+        stderr=subprocess.PIPE, text=True, env=os.environ | environment,
+    )  # fmt: skip
+    try:
+        said = process.stderr.readline()
+    finally:
+        process.kill()
+        process.communicate()
+    assert f"endpoint {url}, as AWS_ENDPOINT_URL says, does not answer" in said
+    assert said.endswith("trying again for 120 s\n")
 
 
 def test_ls_counts_what_lies_below_each_name(run, capsys):

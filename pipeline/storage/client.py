@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import logging
 import os
 import random
 import secrets
@@ -27,6 +28,7 @@ from pipeline.storage.bucket import (
 )
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
@@ -40,7 +42,8 @@ class Storage:
     Every write carries its sha256 and a nonce in its metadata. A condition that fails is judged by looking at
     the object: one's own nonce is one's own first try, whose response was lost; an object that meets the
     condition after all means that a rival was still writing (S3's 409), so it is tried again; else Conflict.
-    A fault of transport is tried again with full jitter until `deadline_s` is over, then raised as Unavailable.
+    A fault of transport is tried again with full jitter until `deadline_s` is over, then raised as Unavailable; the
+    second one in a row is logged, so that nobody waits without knowing for what.
     All calls raise ValueError for a key that is not confined to the root.
     """
 
@@ -55,6 +58,7 @@ class Storage:
         self.clock = clock or SystemClock()
         self.deadline_s = deadline_s
         self._randomness = randomness or random.Random()
+        self._failing = False  # and the log says so
 
     async def get(self, key: str) -> Object | None:
         """The whole object, or None if there is no such key; raises Corrupted if its sha256 is wrong twice."""
@@ -173,12 +177,17 @@ class Storage:
         started, pause = self.clock.now(), FIRST_PAUSE_S
         while True:
             try:
-                return await attempt(key)
+                answer = await attempt(key)
+                self._failing = False
+                return answer
             except Transient as fault:
                 if self.clock.now() - started >= self.deadline_s:
                     raise Unavailable(
                         f"{operation} {self.bucket.name}/{key} failed for {self.deadline_s:.0f} s: {fault}"
                     ) from None
+                if pause > FIRST_PAUSE_S and not self._failing:
+                    self._failing = True
+                    log.warning("%s; trying again for %.0f s", fault, self.deadline_s)
             await self.clock.sleep(pause * self._randomness.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

@@ -71,8 +71,12 @@ class S3Bucket:
         """
         self.name = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket = bucket
-        endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        source = "as configured"
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+            if not endpoint and os.environ.get(name):
+                endpoint, source = os.environ[name], f"as {name} says"
         _check_style(bucket, endpoint)
+        self._where = f"endpoint {endpoint}, {source}," if endpoint else "Amazon S3"
         client: ClientConfig = {
             "allow_http": (endpoint or "").startswith("http://"),
             "timeout": REQUEST_LIMIT,
@@ -192,7 +196,8 @@ class S3Bucket:
                     " has signed it, name the file with its certificate in SSL_CERT_FILE"
                 ) from None
             kind = Transient if _passing(text) else StorageError
-            raise kind(f"{self.name}/{key}: {_reason(text)}") from None
+            silent = f"{self._where} does not answer: " if kind is Transient and "status code" not in text else ""
+            raise kind(f"{self.name}/{key}: {silent}{_reason(text)}") from None
 
 
 def _check_style(bucket: str, endpoint: str | None) -> None:
