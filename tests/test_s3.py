@@ -26,10 +26,10 @@ ANSWERS = {
 
 
 class Endpoint:
-    """Says yes to everything, and keeps the heads of what it was asked."""
+    """Says yes to everything, or denies what lacks the header `demanded`, and keeps the heads of what it was asked."""
 
-    def __init__(self, tls: ssl.SSLContext | None = None):
-        self.tls, self.heads = tls, []
+    def __init__(self, tls: ssl.SSLContext | None = None, demanded: str = ""):
+        self.tls, self.demanded, self.heads = tls, demanded, []
 
     async def __aenter__(self):
         self.server = await asyncio.start_server(self._answer, "127.0.0.1", 0, ssl=self.tls)
@@ -47,8 +47,14 @@ class Endpoint:
             await reader.readexactly(int(length[1]) if length else 0)
             self.heads.append(head)
             body = next((text for sign, text in ANSWERS.items() if sign in head), "")
+            status = "200 OK"
+            if self.demanded not in head:
+                status, body = (
+                    "403 Forbidden",
+                    "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>",
+                )
             described = 'Connection: close\r\nETag: "e"\r\nLast-Modified: Wed, 21 Oct 2015 07:28:00 GMT'
-            writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n{described}\r\n\r\n{body}".encode())
+            writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{described}\r\n\r\n{body}".encode())
             await writer.drain()
         writer.close()
 
@@ -102,6 +108,20 @@ async def test_every_kind_of_write_is_sent_as_the_environment_says(monkeypatch, 
         assert len(begun) == 4
         for head in begun[:3]:  # the last one completes what the third began
             assert [line for line in expected if line in head] == expected
+
+
+async def test_a_denied_write_names_the_setting_that_a_bucket_which_demands_encryption_wants(monkeypatch):
+    async with Endpoint(demanded="x-amz-server-side-encryption") as server:
+        with pytest.raises(StorageError, match=r"access denied.*demands encryption, set AWS_SERVER_SIDE_ENCRYPTION"):
+            await server.storage().put("k", b"")
+        with pytest.raises(StorageError) as read:
+            await server.storage().get("k")
+        assert "ENCRYPTION" not in str(read.value)
+        monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "AES256")
+        server.demanded = "another header"
+        with pytest.raises(StorageError) as encrypted:
+            await server.storage().put("k", b"")
+        assert "ENCRYPTION" not in str(encrypted.value)
 
 
 async def test_a_custom_endpoint_has_the_bucket_in_its_path_or_where_asked_in_its_host(monkeypatch):

@@ -132,6 +132,7 @@ class S3Bucket:
         result = await self._call(
             key,
             obstore.put_async(self._store, key, data, mode=mode, attributes=attributes, use_multipart=False),
+            writes=True,
         )
         # Somebody else may have written since: the etag must be that of this very write, or If-Match fences nobody.
         return dataclasses.replace(await self._written(key), size=len(data), etag=result["e_tag"] or "")
@@ -174,7 +175,7 @@ class S3Bucket:
         except FileNotFoundError:
             return None
 
-    async def _call(self, key: str, call: Awaitable[T]) -> T:
+    async def _call(self, key: str, call: Awaitable[T], writes: bool = False) -> T:
         """The call's answer, obstore's exceptions told apart."""
         try:
             return await call
@@ -187,6 +188,10 @@ class S3Bucket:
         except (PermissionDeniedError, UnauthenticatedError) as error:
             reason = _reason(str(error))
             remedy = "set the clock of this machine" if "Skewed" in reason else "check the credentials and their policy"
+            if writes and not os.environ.get("AWS_SERVER_SIDE_ENCRYPTION"):
+                remedy += (
+                    "; if that of the bucket demands encryption, set AWS_SERVER_SIDE_ENCRYPTION (AES256 or aws:kms)"
+                )
             raise StorageError(f"{self.name}/{key}: access denied ({reason}); {remedy}") from None
         except BaseError as error:
             text = str(error)
