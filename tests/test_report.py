@@ -14,7 +14,7 @@ import sys
 import numpy as np
 import pytest
 
-from pipeline import evaluation, experience
+from pipeline import evaluation, experience, metrics
 from pipeline.config import (
     AlgorithmConfig,
     DataConfig,
@@ -77,6 +77,9 @@ def group(index: int, version: Version, rewards: list[float | None], response: s
     )
 
 
+EPISODES = metrics.of_turns(np.array([3, 1]), np.array([40, 0]))
+
+
 def row(step: int, chance: random.Random) -> dict[str, float]:
     learnt = step / STEPS
     return {
@@ -93,6 +96,7 @@ def row(step: int, chance: random.Random) -> dict[str, float]:
         "perf/step_s": 4.0,
         "perf/samples_per_s": 3.0,
         "perf/tokens_per_s": 40.0,
+        **EPISODES,
         "my/own": float(step),
     }
 
@@ -161,6 +165,8 @@ def test_a_page_holds_the_runs_metrics_evaluations_rollouts_and_configuration(ru
     charts = {chart["title"]: chart for section in data["charts"] for chart in section["charts"]}
     assert [series["name"] for series in charts["Reward"]["series"]] == ["mean", "brief", "correct"]
     assert charts["Where a step's time goes"]["series"][-1] == {"name": "other", "values": [1.0] * STEPS}
+    assert charts["Turns of an episode"]["series"][1] == {"name": "most", "values": [3.0] * STEPS}
+    assert charts["What the environment says"]["series"][0]["values"] == [20.0] * STEPS
     assert charts["Staleness"]["bound"]["value"] == 1
     assert [chart["title"] for chart in data["others"]] == ["my/own"]
     assert len(data["rollouts"]["trained"]) == STEPS

@@ -34,6 +34,13 @@ SECTIONS: dict[str, tuple[Curve, ...]] = {
             note="All samples of a group scored alike: their advantage is 0",
         ),
         Curve("Response length", {"response_length/mean": "mean", "response_length/max": "longest"}, "tokens"),
+        Curve("Turns of an episode", {"episode/turns_mean": "mean", "episode/turns_max": "most"}, "turns"),
+        Curve(
+            "What the environment says",
+            {"episode/observation_length_mean": "mean of an episode"},
+            "tokens",
+            note="Observations: input to the policy, not trained on",
+        ),
         Curve("Responses cut off", {"response_length/clip_ratio": "at the length limit"}, "%"),
         Curve("Entropy", {"loss/entropy": "of the policy"}, "nats"),
     ),
