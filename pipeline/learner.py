@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline import batching, distributed, metrics, model, normalisation
+from pipeline import batching, devices, distributed, metrics, model, normalisation
 from pipeline.algorithms import aggregation, kl, losses, values
 from pipeline.algorithms.losses import LossSums, Tokens
 from pipeline.algorithms.registry import ALGORITHMS
@@ -69,6 +69,8 @@ class Learner:
             fused=True,  # in place: no temporary copy of the parameters
         )
         self._fill_optimizer()
+        on_gpu = device.type == "cuda"
+        self.peak_tflops = devices.peak_tflops(torch.cuda.get_device_name(device)) if on_gpu else None
 
     # One step
 
@@ -78,7 +80,7 @@ class Learner:
         `stop`, a collective, is asked between micro-batches; raises Interrupted, the policy unchanged, if it says so.
         A step in which a gradient is not finite changes nothing and has actor/skipped 1.
         """
-        started = time.perf_counter()
+        started, before = time.perf_counter(), self.roles.operations
         config = self.config.algorithm.model_copy(update={"kl_coefficient": self.kl_coefficient})
         row = of_batch(batch, step)
         batch, moments = normalisation.rescaled(batch, self.config.rewards, self.moments)
@@ -122,6 +124,7 @@ class Learner:
             row["critic/grad_norm"] = critic_norm
         row["actor/skipped"] = float(not np.isfinite(norms).all())
         row["perf/forward_backward_s"] = time.perf_counter() - started
+        row |= self._utilisation(self.roles.operations - before, row["perf/forward_backward_s"])
         row["perf/peak_memory_gib"] = distributed.reduce({"peak": self._peak_gib()}, dist.ReduceOp.MAX)["peak"]
         return row
 
@@ -254,6 +257,14 @@ class Learner:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm, critic_norm
+
+    def _utilisation(self, operations: int, seconds: float) -> Row:
+        """Model FLOPs utilisation: of what the devices of all ranks could compute meanwhile in bfloat16, the share that
+        the update's passes needed. Nothing where that peak is not known."""
+        everywhere = distributed.reduce({"operations": operations})["operations"]
+        if self.peak_tflops is None:
+            return {}
+        return {"perf/mfu": everywhere / (distributed.world_size() * self.peak_tflops * 1e12 * seconds)}
 
     def _peak_gib(self) -> float:
         if self.device.type == "cuda":

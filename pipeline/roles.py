@@ -50,6 +50,12 @@ class Roles:
             self.reference = frozen.reference
         if to_initial:
             self.initial_values = frozen.initial_values
+        self._models = {self.policy, self.critic or self.policy, frozen}
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of all passes so far, on this rank."""
+        return sum(each.operations for each in self._models)
 
     def own_parameters(self) -> dict[str, torch.nn.Parameter]:
         """All that is trained, as this rank stores it, by its name in checkpoints."""

@@ -11,10 +11,11 @@ import transformers
 from pipeline import batching, distributed
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.config import DataConfig, ReplayConfig, RunConfig
+from pipeline.devices import DEVICES, Device
 from pipeline.learner import Learner
 from pipeline.plan import estimate, planner
 from pipeline.plan.estimate import Attention
-from pipeline.plan.machines import DEVICES, GIB, Device, Machines
+from pipeline.plan.machines import GIB, Machines
 from pipeline.plan.rehearsal import MICRO_BATCHES, Rehearsal, full_batch, rehearse
 from tests import gloo, policies
 

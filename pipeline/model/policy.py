@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.batching import MicroBatch
 from pipeline.config import LoraConfig, RunConfig, TrainerConfig
 from pipeline.model import attention
+from pipeline.model.flops import Cost
 from pipeline.model.logprobs import token_logprobs
 
 ACTOR, CRITIC = "default", "critic"
@@ -36,6 +37,8 @@ class Policy(nn.Module):
         """Whether entropies are trained; without it they are only reported."""
         self.dtype = dtype
         """What it computes in; parameters that are trained may be kept in float32."""
+        self.operations = 0
+        """Floating-point operations of all passes so far, see flops."""
         self.value_head: nn.Linear | None = None
         self.initial_value: Tensor  # [1, D], where there is a value head
         self.train(False)
@@ -57,6 +60,10 @@ class Policy(nn.Module):
         """The transformers model itself; with LoRA, the adapted one."""
         return self.model.get_base_model() if isinstance(self.model, peft.PeftModel) else self.model  # type: ignore[return-value]
 
+    @functools.cached_property
+    def cost(self) -> Cost:
+        return Cost.of(self.base, ACTOR)
+
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder's layers, in order: the units of sharding, compilation and recomputation."""
@@ -73,6 +80,7 @@ class Policy(nn.Module):
 
         `value`: instead, the value of the state before each token, by the head that is `trained` or the `initial` one.
         """
+        self.operations += self.cost.of_pass(micro_batch, head=not value, backward=torch.is_grad_enabled())
         device = next(self.parameters()).device
         hidden = self.base.base_model(
             input_ids=torch.as_tensor(micro_batch.input_ids, device=device)[None],

@@ -7,7 +7,8 @@ import logging
 import sys
 
 from pipeline import config as configuration
-from pipeline.plan.machines import DEVICES, Machines
+from pipeline.devices import DEVICES
+from pipeline.plan.machines import Machines
 
 REFUSED = 2  # exit code for what the user must mend
 TOO_LARGE = 1
@@ -48,7 +49,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--network", type=positive, metavar="GBS", help="of one training process (default: 300 in a node, 50 between)"
     )
     parser.add_argument(
-        "--efficiency", type=share, default=0.4, metavar="SHARE", help="of --tflops that training reaches (default 0.4)"
+        "--efficiency",
+        type=share,
+        default=0.4,
+        metavar="SHARE",
+        help="of --tflops that training reaches, see perf/mfu of a run (default 0.4)",
     )
     parser.add_argument("--price", type=positive, metavar="N", help="of one device for an hour")
     parser.add_argument(
