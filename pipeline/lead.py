@@ -102,7 +102,7 @@ class Lead:
             keep.add(Version(*best["version"]))
         if stored:
             self.versions = [*self.versions, version][-(self.config.algorithm.max_staleness + 2) :]
-            await weights.collect(self.storage, keep | set(self.versions))
+            await weights.collect(self.storage, version, keep | set(self.versions))
 
     async def record(self, version: Version, row: Row) -> None:
         """The step behind `version` is trained."""

@@ -313,16 +313,19 @@ async def published(storage: Storage) -> set[Version]:
     return {version for name, version in found if version is not None and name == key(version, MANIFEST)}
 
 
-def collectable(versions: Iterable[Version], keep: set[Version]) -> list[Version]:
-    """Versions below the newest kept one that are not kept, oldest first; nothing if nothing is kept."""
-    return sorted(version for version in versions if keep and version < max(keep) and version not in keep)
+def collectable(versions: Iterable[Version], newest: Version, keep: set[Version]) -> list[Version]:
+    """Versions below `newest` that are not kept, oldest first."""
+    return sorted(version for version in versions if version < newest and version not in keep)
 
 
-async def collect(storage: Storage, keep: set[Version]) -> list[Version]:
-    """Delete the collectable versions, each manifest first, and return them. The log's collect record comes before."""
+async def collect(storage: Storage, newest: Version, keep: set[Version]) -> list[Version]:
+    """Delete the collectable versions, each manifest first, and return them.
+
+    `newest` is the collecting trainer's own, so nothing of a successor, whose term is higher, is ever touched.
+    """
     files = await storage.list(FOLDER)
     there = {version for info in files if (version := Version.of_key(info.key)) is not None}
-    deleted = collectable(there, keep)
+    deleted = collectable(there, newest, keep)
     for version in deleted:
         await storage.delete(key(version, MANIFEST))
         for info in files:

@@ -331,7 +331,7 @@ def test_a_foreign_file_among_the_rollouts_stops_no_command(run, verb, tmp_path)
 async def test_a_foreign_file_stops_no_collection_of_weights(clock):
     storage = MemoryStorage(clock)
     await storage.create("weights/notes", b"mine")
-    assert await weights.collect(storage, {Version(1, 1)}) == []
+    assert await weights.collect(storage, Version(1, 1), {Version(1, 1)}) == []
     assert await weights.published(storage) == set()
 
 

@@ -364,18 +364,31 @@ def _temporary(folder: pathlib.Path):
 # Collecting.
 
 
-def test_collectable_versions_lie_below_the_newest_kept_and_are_not_kept():
+def test_collectable_versions_lie_below_the_newest_and_are_not_kept():
     versions = [Version(1, step) for step in range(6)] + [Version(2, 3), Version(2, 4)]
     keep = {Version(1, 2), Version(2, 3)}
-    assert collectable(versions, keep) == [Version(1, step) for step in (0, 1, 3, 4, 5)]
-    assert collectable(versions, set()) == []
+    assert collectable(versions, Version(2, 3), keep) == [Version(1, step) for step in (0, 1, 3, 4, 5)]
+
+
+async def test_a_trainer_that_was_only_asleep_deletes_nothing_of_its_successor_whichever_version_is_the_best(
+    store, adapter
+):
+    for term, steps in ((1, range(4)), (2, range(3, 7))):
+        for step in steps:
+            await publish(store, Version(term, step), str(adapter), "adapter")
+    best, own = Version(2, 6), {Version(1, 2), Version(1, 3)}
+    assert await weights.collect(store, Version(1, 3), own | {best}) == [Version(1, 0), Version(1, 1)]
+    assert await weights.published(store) == own | {Version(2, step) for step in range(3, 7)}
 
 
 async def test_collecting_deletes_whole_versions_and_leaves_the_kept_ones_and_half_published_newer_ones(store, adapter):
     for step in range(4):
         await publish(store, Version(1, step), str(adapter), "adapter")
     await store.put(weights.key(Version(1, 9), "adapter_model.safetensors"), b"still uploading")
-    assert await weights.collect(store, {Version(1, 1), Version(1, 3)}) == [Version(1, 0), Version(1, 2)]
+    assert await weights.collect(store, Version(1, 3), {Version(1, 1), Version(1, 3)}) == [
+        Version(1, 0),
+        Version(1, 2),
+    ]
     assert await weights.published(store) == {Version(1, 1), Version(1, 3)}
     left = {info.key.split("/")[1] for info in await store.list("weights")}
     assert left == {str(Version(1, step)) for step in (1, 3, 9)}

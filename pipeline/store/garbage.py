@@ -89,9 +89,11 @@ def _checkpoints(objects: list[ObjectInfo], facts: Facts) -> list[Removal]:
 def _weights(objects: list[ObjectInfo], facts: Facts) -> list[Removal]:
     by_version = dict(_versions(objects))
     published = sorted(version for version, files in by_version.items() if files[0].key.endswith(MANIFEST))
+    if not published:
+        return []
     keep = {*published[-(facts.max_staleness + 2) :], *(facts.in_use & set(published))}
     removals = []
-    for version in weights.collectable(by_version, keep):
+    for version in weights.collectable(by_version, published[-1], keep):
         whole = version in published
         removals += _all(by_version[version], "weights that nobody will load" if whole else "unfinished weights")
     return removals
