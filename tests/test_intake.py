@@ -1,6 +1,10 @@
+import numpy as np
 import pytest
 
 from pipeline import experience
+from pipeline.algorithms import dapo
+from pipeline.algorithms.samples import Samples
+from pipeline.config import AlgorithmConfig, SamplingConfig
 from pipeline.experience import Rollout, RolloutGroup
 from pipeline.intake import Intake, summarise
 from pipeline.leases import Lease, Ledger
@@ -48,6 +52,18 @@ def test_a_group_without_a_valid_sample_is_summarised_all_the_same():
 def test_spread_means_that_the_rewards_of_valid_samples_differ(rewards: tuple, spread: bool):
     (found,) = summaries(group(0, *(rollout(reward, 0) for reward in rewards)))
     assert found.spread is spread
+
+
+def test_spread_is_that_of_the_rewards_before_shaping_which_alone_would_tell_the_samples_apart():
+    (found,) = summaries(group(0, rollout(1.0, 0), rollout(1.0, *[0] * 10)))
+    assert not found.spread
+    sampling = SamplingConfig(max_new_tokens=10)
+    parameters = {"overlong_buffer": 0.5, "overlong_penalty": 1.0}
+    config = AlgorithmConfig(
+        type="dapo", total_steps=1, prompts_per_step=1, group_size=2, sampling=sampling, parameters=parameters
+    )
+    trained = Samples(np.ones(2), np.ones(2, np.bool_), np.zeros(2, np.int64), np.array([1, 10]))
+    assert dapo.advantages(trained, config).any()
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
 """DAPO (arXiv:2503.14476): GRPO with clip-higher, token-mean, dynamic sampling and overlong shaping.
 
 Clip-higher and token-mean are defaults of the registry. Dynamic sampling (`dynamic_sampling`): groups whose rewards are
-all the same are replaced before a step is planned, see pipeline.dispatch. `mask_truncated` leaves completions that were
-cut off out of the loss and its denominators; they still count in their group (the paper's overlong filtering).
+all the same, before shaping (equation 11), are replaced before a step is planned, see pipeline.dispatch.
+`mask_truncated` leaves completions that were cut off out of the loss and its denominators; they still count in their
+group (the paper's overlong filtering).
 """
 
 import numpy as np
