@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import re
+from collections.abc import Hashable
 from typing import Annotated, Any, TypeVar
 
 import pydantic
@@ -158,13 +159,14 @@ class Heartbeat:
 
 
 @functools.cache
-def _adapter(kind: type[T]) -> pydantic.TypeAdapter[T]:
+def _adapter(kind: Hashable) -> pydantic.TypeAdapter[Any]:
     return pydantic.TypeAdapter(kind)
 
 
 def _decoded(kind: type[T], data: bytes) -> T:
     try:
-        return _adapter(kind).validate_json(data, strict=True)
+        found: T = _adapter(kind).validate_json(data, strict=True)
+        return found
     except pydantic.ValidationError as error:
         faults = [".".join(map(str, fault["loc"])) + ": " + fault["msg"] for fault in error.errors()]
         raise ValueError("; ".join(fault.removeprefix(": ") for fault in faults[:FAULTS])) from None
