@@ -12,8 +12,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Hashable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import pydantic
 
@@ -159,13 +158,13 @@ class Heartbeat:
 
 
 @functools.cache
-def _adapter(kind: Hashable) -> pydantic.TypeAdapter[Any]:
+def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
     return pydantic.TypeAdapter(kind)
 
 
 def _decoded(kind: type[T], data: bytes) -> T:
     try:
-        found: T = _adapter(kind).validate_json(data, strict=True)
+        found: T = _adapter(cast(Any, kind)).validate_json(data, strict=True)
         return found
     except pydantic.ValidationError as error:
         faults = [".".join(map(str, fault["loc"])) + ": " + fault["msg"] for fault in error.errors()]

@@ -123,9 +123,9 @@ def test_the_answer_about_an_object_that_is_here_counts_whatever_the_watch_has_t
     cache.put("ConfigMap", child(version=20))
     cache.put("ConfigMap", child("other", version=30))
     cache.put_answer("ConfigMap", child(version=25) | {"data": {"run.json": "new"}})
-    assert cache.of("u-1", ["ConfigMap"])[1]["data"] == {"run.json": "new"}
+    assert cache.of("u-1", ["ConfigMap"], "team")[1]["data"] == {"run.json": "new"}
     cache.put_answer("ConfigMap", child(version=19))
-    assert cache.of("u-1", ["ConfigMap"])[1]["data"] == {"run.json": "new"}
+    assert cache.of("u-1", ["ConfigMap"], "team")[1]["data"] == {"run.json": "new"}
 
 
 def test_after_a_list_what_it_did_not_name_is_gone_and_its_job_is_told() -> None:

@@ -118,7 +118,7 @@ def test_numbers_of_the_report_become_metrics_and_a_checkpoint(story):
     assert story.status["lastCheckpoint"]["uri"].startswith("s3://team-a/miles/default/arithmetic/")
 
 
-@pytest.mark.parametrize("told", [None, {}, {"bytes": 9}, {"bytes": -1, "objects": 2}, {"bytes": "9", "objects": 1}])
+@pytest.mark.parametrize("told", [None, {}, {"bytes": 9}])
 def test_what_the_store_held_stands_until_the_trainer_has_counted_again(story, told):
     story.report = {"phase": "training", "step": 2, "store": {"bytes": 300, "objects": 3}}
     story.look(20)

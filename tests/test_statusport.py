@@ -162,6 +162,7 @@ WRONG = {
     "reward": [[1], 3, "x"],
     "evaluation": [3, [{"a": 1}]],
     "tokens_per_s": [[3], 3],
+    "store": [[3], 3],
     "waiting_for": [3, ["a"]],
     "unknown": [1],
 }
@@ -175,6 +176,11 @@ def test_a_field_of_a_report_that_is_not_what_it_should_be_is_left_out(name: str
 def test_entries_of_a_map_that_are_no_numbers_are_left_out() -> None:
     told = {"phase": "training", "reward": {"a": 1, "b": "2", "c": float("nan")}, "evaluation": {"a": 3, "b": {"d": 4}}}
     assert checked(told) == {"phase": "training", "reward": {"a": 1}, "evaluation": {"b": {"d": 4}}}
+
+
+def test_counts_of_the_store_are_whole_and_not_negative() -> None:
+    told = {"phase": "training", "store": {"bytes": -1, "objects": "2", "both": 1.5, "few": 3}}
+    assert checked(told) == {"phase": "training", "store": {"few": 3}}
 
 
 def test_texts_and_maps_of_a_report_are_short_and_can_be_printed() -> None:
