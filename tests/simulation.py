@@ -190,12 +190,21 @@ class WatchedBucket(MemoryBucket):
             record = decode(data)
             if isinstance(record, Withdraw):
                 self.withdrawn[record.step] += len(record.drops)
+            if isinstance(record, Plan):
+                self._check_writers(record)
         if key.startswith("rollouts/"):
             self.generated.update(json.loads(metadata["indices"]))
             if self.world.chance(self.world.hazards.damage):
                 damaged = bytes([data[0] ^ 1]) + data[1:] if self.world.chance(0.5) else data[: len(data) // 2]
                 self.objects[key] = Object(info, damaged, dict(metadata))
         return info
+
+    def _check_writers(self, plan: Plan) -> None:
+        """A plan that is replayed may name a shard whose writer was revoked since."""
+        for group in plan.groups:
+            ulid, sequence = shard_place(group.key)
+            late = sequence >= self.finals.get(ulid, sequence + 1)
+            require(not late, "broken", f"{group.key} was written by a revoked writer")
 
     def rot(self, key: str) -> None:
         found = self.rotten[key] = self.objects.pop(key)
@@ -405,6 +414,7 @@ class World:
             self.kills_left -= 1
             if self.hazards.lose_control:
                 self.bucket.objects.pop(CONTROL_KEY, None)
+                self.bucket.finals.clear()  # nobody knows any longer who was revoked
         except (Fenced, StorageError, Superseded) as error:
             log.info("%s ends: %s", process.name, error)
             hazards = self.hazards
@@ -514,7 +524,7 @@ class World:
         return json.loads(found.data) if found else None
 
     def _check_plan(self, plan: Plan) -> None:
-        """What is planned is whole, undamaged, not stale, and its writer was not revoked; that it is there: `_load`."""
+        """What is planned is whole, undamaged and not stale; that it is there: `_load`."""
         size, staleness_bound = self.config.algorithm.prompts_per_step, self.config.algorithm.max_staleness
         found = len(plan.groups) + self.bucket.withdrawn[plan.step]
         require(found == size, "broken", f"{len(plan.groups)} groups in step {plan.step}")
@@ -528,9 +538,6 @@ class World:
             require(whole, "broken", f"rows of index {group.index} in step {plan.step}")
             staleness = plan.step - 1 - min(table["version_step"].to_pylist())
             require(0 <= staleness <= staleness_bound, "broken", f"staleness {staleness} in step {plan.step}")
-            ulid, sequence = shard_place(group.key)
-            late = sequence >= self.bucket.finals.get(ulid, sequence + 1)
-            require(not late, "broken", f"{group.key} was written by a revoked writer")
 
     # The workers
 
