@@ -8,7 +8,7 @@ processes on one machine, by `miles run`. Pure: the same job, run id, attempt an
     Job          <job>-trainer-<attempt>  Indexed, one pod a node; never retried by itself
     Deployment, Service  <job>-reward-<name>   for each reward that has a model
     NetworkPolicy, PodDisruptionBudget  <job>-…  in a cluster only: see isolation
-    Secret       <job>-status             token of the trainer's status port; see token_secret
+    Secret       <job>-status-<uid>       token of the trainer's status port; see token_secret
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from operators import containers, isolation, spot
-from operators.names import child_name, labels, selector
+from operators.names import child_name, labels, selector, token_name
 from operators.resolve import REWARD_PORT, Platform, model, run_config
 from operators.spec import API_VERSION, KIND, RLJob
 from operators.spec.inputs import Reward
@@ -178,7 +178,7 @@ def trainer(job: RLJob, run_id: str, platform: Platform, attempt: int) -> Dict:
 
 def token_secret(job: RLJob, token: str) -> Dict:
     """What the trainer knows the operator's requests by; none of `children`, which are plain to read."""
-    return _object("v1", "Secret", job, child_name(job, "status"), "trainer") | {"stringData": {"token": token}}
+    return _object("v1", "Secret", job, token_name(job), "trainer") | {"stringData": {"token": token}}
 
 
 def _deployment(

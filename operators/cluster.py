@@ -20,7 +20,7 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException
 
-from operators import manifest
+from operators import drift, manifest
 from operators.act import Refused
 from operators.cache import Cache, JobKey, controller
 from operators.children import token_secret
@@ -113,6 +113,8 @@ class Cluster:
         self._client = ApiClient(configuration)
         self._held: dict[JobKey, set[Key]] = {}
         self._refused: dict[JobKey, dict[Key, str]] = {}
+        self._rewritten: dict[tuple[JobKey, Key], tuple[Any, Any]] = {}
+        """Child that did not become what was applied → (digest of what was applied, what it became)."""
 
     async def close(self) -> None:
         await self._client.close()
@@ -203,17 +205,27 @@ class Cluster:
         """The job is gone."""
         self._held.pop(key, None)
         self._refused.pop(key, None)
+        for child in [child for child in self._rewritten if child[0] == key]:
+            del self._rewritten[child]
 
     # Acting: what `operators.act` asks for.
 
     async def apply(self, desired: Mapping[str, Any]) -> None:
-        """Server-side apply, by force. Raises Held where the name is somebody else's, Conflict where the object is
-        not the one that was seen, Refused."""
+        """Server-side apply, by force; not again where an admission rule made something else of the same, and it still
+        is that. Raises Held where the name is somebody else's, Conflict where the object is not the one that was seen,
+        Refused."""
         kind, metadata = desired["kind"], desired["metadata"]
         seen = self.cache.find(kind, metadata["namespace"], metadata["name"])
+        child = _job(desired), _key(desired)
+        if seen is not None and self._rewritten.get(child) == _made(desired, seen):
+            return
         with self._refusing(desired):
             live = await self._create(desired) if seen is None else await self._take(desired, seen)
         self.cache.put_answer(kind, live)
+        if drift.differs(live, desired):
+            self._rewritten[child] = _made(desired, self.cache.find(kind, metadata["namespace"], metadata["name"]))
+        else:
+            self._rewritten.pop(child, None)
 
     async def delete(self, kind: str, name: str, namespace: str, uid: str) -> None:
         """Delete in the background the very object with that uid; one that is gone, or another's, is no error."""
@@ -296,9 +308,7 @@ class Cluster:
     @contextlib.contextmanager
     def _refusing(self, desired: Mapping[str, Any]) -> Iterator[None]:
         """Keeps in mind whether the server refuses this child. Raises Refused."""
-        owner = controller(desired["metadata"])
-        assert owner is not None, "a child without an owner was planned"
-        job, child = JobKey(desired["metadata"]["namespace"], owner["name"]), _key(desired)
+        job, child = _job(desired), _key(desired)
         try:
             yield
         except ApiError as error:
@@ -380,6 +390,17 @@ class Cluster:
         answer = await self._client.call_api(method, url, headers, body, _request_timeout=timeout)
         response: aiohttp.ClientResponse = answer.response
         return response
+
+
+def _made(desired: Mapping[str, Any], live: Object | None) -> tuple[Any, Any]:
+    """(the digest of `desired`, what `live` says in its fields)."""
+    return desired["metadata"].get("annotations", {}).get(drift.APPLIED), drift.held(desired, live)
+
+
+def _job(desired: Mapping[str, Any]) -> JobKey:
+    owner = controller(desired["metadata"])
+    assert owner is not None, "a child without an owner was planned"
+    return JobKey(desired["metadata"]["namespace"], owner["name"])
 
 
 def _key(desired: Mapping[str, Any]) -> Key:

@@ -7,7 +7,7 @@ Ports stand in variables that end in PORT and are used as $(NAME) in arguments, 
 from collections.abc import Iterable
 from typing import Any
 
-from operators.names import child_name
+from operators.names import token_name
 from operators.resolve import (
     ENVIRONMENT_PATH,
     MODEL_PATH,
@@ -327,7 +327,7 @@ def _secret(name: str, secret: SecretReference) -> Dict:
 
 def _token(job: RLJob) -> Dict:
     """Whose requests to checkpoint and stop the trainer obeys. Without the Secret it starts all the same."""
-    key = {"name": child_name(job, "status"), "key": "token"}
+    key = {"name": token_name(job), "key": "token"}
     return _optional({"name": "MILES_STATUS_TOKEN", "valueFrom": {"secretKeyRef": key}})
 
 

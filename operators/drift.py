@@ -38,6 +38,13 @@ def differs(live: Object, desired: Mapping[str, Any]) -> bool:
     return not _holds(desired, live, quantity=False)
 
 
+def held(desired: Any, live: Any) -> Any:
+    """What `live` says in the fields that `desired` has."""
+    if isinstance(desired, Mapping) and isinstance(live, Mapping):
+        return {key: held(value, live[key]) for key, value in desired.items() if key in live}
+    return live
+
+
 def _holds(wanted: Any, live: Any, quantity: bool) -> bool:
     if wanted == live:
         return True

@@ -22,6 +22,11 @@ def child_name(job: RLJob, suffix: str) -> str:
     return f"{name[: LONGEST - 9].rstrip('-')}-{digest}"
 
 
+def token_name(job: RLJob) -> str:
+    """Of the Secret with the token of the status port. It may not be read, so whose it is must follow from its name."""
+    return child_name(job, f"status-{job.metadata.uid[:8]}" if job.metadata.uid else "status")
+
+
 def labels(job: RLJob, component: str, attempt: int | None = None) -> dict[str, str]:
     """Labels of a child; `attempt` only for those that belong to one attempt."""
     found = {

@@ -177,7 +177,7 @@ class Scene:
         until(lambda: self.api.find("RLJob", NAME, self.namespace) is None, "the job is gone", limit_s)
         until(lambda: not self.children(), f"{self.namespace}: children are gone", limit_s)
         until(lambda: not self.pods(), f"{self.namespace}: pods are gone", limit_s)
-        assert self.find("Secret", "status") is None
+        assert self.api.list("Secret", self.namespace, labels=MANAGED) == []
 
     # What the rest of the cluster does
 

@@ -15,6 +15,7 @@ from tests.controlplane import ControlPlane, Request
 from tests.kubeapi import Api, path, until
 from tests.kubelet import Kubelet
 from tests.replica import Replica, StatusPorts, rljob
+from tests.stage import MANAGED
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 CHILDREN = ("ConfigMap", "Deployment", "Job", "NetworkPolicy", "PodDisruptionBudget", "Service")
@@ -149,7 +150,7 @@ def test_a_job_that_is_deleted_while_no_operator_runs_takes_everything_with_it(
     api.delete("RLJob", "sums", namespace)
     until(lambda: not children(api, namespace), "all children are gone", 30)
     until(lambda: not api.list("Pod", namespace), "all pods are gone", 30)
-    assert api.find("Secret", "sums-status", namespace) is None
+    assert api.list("Secret", namespace, labels=MANAGED) == []
     assert api.find("RLJob", "sums", namespace) is None
 
 
@@ -274,11 +275,11 @@ def test_a_suspended_trainer_is_asked_to_pause_with_the_token_of_its_secret(
     until(lambda: ports.pauses, "rank 0 is asked to pause", 20)
     place, authorization = ports.pauses[0]
     assert place.startswith(f"{namespace}/sums-trainer-0-0-")
-    secret = api.get("Secret", "sums-status", namespace)
+    (secret,) = api.list("Secret", namespace, labels=MANAGED)
     assert authorization == f"Bearer {base64.b64decode(secret['data']['token']).decode()}"
     (trainer,) = api.get("Job", "sums-trainer-0", namespace)["spec"]["template"]["spec"]["containers"]
     (entry,) = [each for each in trainer["env"] if each["name"] == "MILES_STATUS_TOKEN"]
-    assert entry["valueFrom"]["secretKeyRef"] == {"name": "sums-status", "key": "token", "optional": True}
+    assert entry["valueFrom"]["secretKeyRef"] == {"name": secret["metadata"]["name"], "key": "token", "optional": True}
 
 
 def test_the_operator_reads_no_secret_but_its_own_key(

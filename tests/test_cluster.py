@@ -1,0 +1,106 @@
+"""The operator's client where the API server does not do as it is asked; on a real one: tests.test_operator*."""
+
+import contextlib
+import copy
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from kubernetes.aio.client import Configuration
+
+from operators import drift
+from operators.act import Refused
+from operators.cache import Cache, JobKey
+from operators.cluster import ApiError, Cluster
+from operators.observed import Key
+from operators.statusport import StatusPort
+
+KEY = JobKey("team", "sums")
+OWNER = {"kind": "RLJob", "name": "sums", "uid": "u", "controller": True}
+
+
+def wanted(image: str = "miles:1", kind: str = "Deployment") -> dict[str, Any]:
+    metadata = {"name": "sums-rollout", "namespace": "team", "ownerReferences": [OWNER]}
+    return drift.marked({"kind": kind, "metadata": metadata, "spec": {"image": image}})
+
+
+class Server(Cluster):
+    """Answers to a patch with what was applied; `admission` may change that, or raise."""
+
+    def __init__(self) -> None:
+        super().__init__(Configuration(), Cache(), StatusPort())
+        self.writes = 0
+        self.admission: Any = lambda found: found
+
+    async def _request(self, verb: str, method: str, path: str, *values: Any, **options: Any) -> Any:
+        assert method == "PATCH"
+        self.writes += 1
+        found = self.admission(copy.deepcopy(values[1]))
+        found["metadata"] |= {"uid": "d", "resourceVersion": str(self.writes)}
+        return found
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[Server]:
+    server = Server()
+    yield server
+    await server.close()
+
+
+def mirrored(found: dict[str, Any]) -> dict[str, Any]:
+    return found | {"spec": {"image": f"mirror/{found['spec']['image']}"}}
+
+
+async def test_what_an_admission_rule_rewrites_is_applied_once_and_again_after_an_edit_or_a_change_by_others() -> None:
+    async with serving() as server:
+        server.admission = mirrored
+        for _ in range(3):
+            await server.apply(wanted())
+        assert server.writes == 1
+        for _ in range(3):
+            await server.apply(wanted("miles:2"))
+        assert server.writes == 2
+        live = server.cache.find("Deployment", "team", "sums-rollout")
+        live["metadata"]["resourceVersion"] = "9"
+        server.cache.put("Deployment", live | {"spec": {"image": "evil"}})
+        await server.apply(wanted("miles:2"))
+        assert server.writes == 3
+
+
+async def test_what_becomes_as_it_was_applied_is_applied_whenever_that_is_asked_for() -> None:
+    async with serving() as server:
+        for _ in range(3):
+            await server.apply(wanted())
+        assert server.writes == 3
+
+
+@pytest.mark.parametrize("status", [400, 403, 413, 422])
+async def test_a_refusal_is_known_until_the_child_is_taken_or_the_job_is_gone(status: int) -> None:
+    def refuse(found: Any) -> Any:
+        raise ApiError(status, "Forbidden", "exceeded quota: full")
+
+    async with serving() as server:
+        server.admission = refuse
+        with pytest.raises(Refused, match="Deployment sums-rollout: Forbidden: exceeded quota: full"):
+            await server.apply(wanted())
+        assert server.refused(KEY) == {Key("Deployment", "sums-rollout"): "Forbidden: exceeded quota: full"}
+        server.admission = lambda found: found
+        await server.apply(wanted())
+        assert server.refused(KEY) == {}
+        server.admission = refuse
+        with pytest.raises(Refused):
+            await server.apply(wanted())
+        server.forget(KEY)
+        assert server.refused(KEY) == {}
+
+
+@pytest.mark.parametrize("status", [0, 409, 429, 500, 504])
+async def test_a_request_that_failed_is_no_refusal(status: int) -> None:
+    def fail(found: Any) -> Any:
+        raise ApiError(status, "", "try again")
+
+    async with serving() as server:
+        server.admission = fail
+        with pytest.raises(ApiError, match="try again"):
+            await server.apply(wanted())
+        assert server.refused(KEY) == {}
