@@ -49,6 +49,8 @@ class Cache:
     """Thread-unsafe: it lives in the event loop of its watches and of those who look."""
 
     def __init__(self) -> None:
+        self.spot_nodes: frozenset[str] | None = None
+        """Names of the nodes that the cloud may take away; None: not known."""
         self._objects: dict[str, dict[Name, Entry]] = {}
         self._by_owner: dict[str, set[tuple[str, Name]]] = {}
         self._keys: dict[str, JobKey] = {}  # uid of a child or pod → its job

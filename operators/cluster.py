@@ -26,6 +26,7 @@ from operators.cache import Cache, JobKey, controller
 from operators.children import token_secret
 from operators.observed import Event, Key, Object
 from operators.spec import API_VERSION, KIND
+from operators.spot import MARKS
 from operators.statusport import StatusPort, bearer
 
 MANAGER = "miles"
@@ -76,6 +77,7 @@ KINDS = {
     "Secret": Kind("v1", "secrets"),
     "Event": Kind("v1", "events", {"fieldSelector": ",".join(WARNINGS)}),
     "Lease": Kind("coordination.k8s.io/v1", "leases"),
+    "Node": Kind("v1", "nodes"),
 }
 CHILDREN = ("ConfigMap", "Deployment", "Job", "NetworkPolicy", "PodDisruptionBudget", "Service")
 """The kinds of a job's children; the Secret is none of them, as the operator may not read it."""
@@ -169,6 +171,12 @@ class Cluster:
         """The objects with the label of this job, from the server itself."""
         selector = {"labelSelector": f"miles.dev/job-uid={uid}"}
         return [each async for page, _ in self.pages(kind, namespace, selector) for each in page]
+
+    async def spot_nodes(self) -> frozenset[str]:
+        """Names of the nodes that the cloud may take away."""
+        marks = [{"labelSelector": f"{key}={value}"} for key, value in MARKS.items()]
+        pages = [page for mark in marks async for page, _ in self.pages("Node", "", mark, bare=True)]
+        return frozenset(node["metadata"]["name"] for page in pages for node in page)
 
     async def watch(self, kind: str, namespace: str, version: str) -> AsyncIterator[tuple[str, Any]]:
         """(type, object) of every change since `version`, bookmarks too, until the server ends it. Raises ApiError,

@@ -97,6 +97,7 @@ class Controller:
                 await self._follow(group, kind)
             group.create_task(watch_jobs(self.cluster.connection, self.namespaces, self.heard), name="watch RLJob")
             group.create_task(self._check(), name="check")
+            await self._survey()
             self.health.filling = False
             await self.queue.work(self.visit, self.workers)
 
@@ -199,6 +200,7 @@ class Controller:
         resynced = loop.time()
         while True:
             await asyncio.sleep(CHECK_S)
+            await self._survey()
             try:
                 missed, found = await self._missed()
             except ApiError as error:
@@ -213,6 +215,19 @@ class Controller:
             for key in found if everything else missed:
                 self._doubted.add(key)
                 self.queue.add(key, ECHO_S if key in missed else CHECK_S * random.random())
+
+    async def _survey(self) -> None:
+        """Which nodes the cloud may take away. No namespace holds nodes: an operator for some of them does not ask, and
+        one that may not list nodes (403) says nothing of them."""
+        if self.namespaces:
+            return
+        try:
+            self.cluster.cache.spot_nodes = await self.cluster.spot_nodes()
+        except ApiError as error:
+            if error.status == 403:
+                self.cluster.cache.spot_nodes = None
+            else:
+                logger.warning(f"nodes could not be listed: {error}")
 
     async def _missed(self) -> tuple[dict[JobKey, int], list[JobKey]]:
         """(the version of each job of which the watch has not told so far, all jobs). Forgets jobs that are gone."""

@@ -22,13 +22,20 @@ def counted(here: Situation, status: RLJobStatus) -> RLJobStatus:
     ready = _ready(here, child_name(here.job, "rollout"))
     pods = ",".join(f"{name}={value}" for name, value in selector(here.job, "rollout").items())
     running = sum(causes.is_ready(pod) for pod in here.pods_of(here.current)) if here.current else 0
-    told = {"desired": wanted, "ready": ready, "summary": f"{ready}/{wanted}", "selector": pods}
+    told = {"desired": wanted, "ready": ready, "summary": f"{ready}/{wanted}", "selector": pods, "spot": _on_spot(here)}
     return status.model_copy(
         update={
             "rollout": status.rollout.model_copy(update=told),
             "trainer": TrainerStatus(desired=0 if spec.suspend else spec.trainer.nodes, ready=running),
         }
     )
+
+
+def _on_spot(here: Situation) -> int | None:
+    nodes = here.observed.spot_nodes
+    if nodes is None:
+        return None
+    return sum(causes.is_ready(pod) and pod["spec"].get("nodeName") in nodes for pod in here.component("rollout"))
 
 
 def facts(

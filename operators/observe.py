@@ -39,6 +39,7 @@ async def observe(cluster: Cluster, key: JobKey, told: bool = False) -> Observed
         foreign=await cluster.foreign(key, uid),
         refused=cluster.refused(key),
         report=await cluster.status.report(pods) or last_words(pods),
+        spot_nodes=cluster.cache.spot_nodes,
         events=_warnings(cluster, [*children, *pods]),
     )
 

@@ -39,6 +39,8 @@ class Observed:
     """Children that the API server refused when they were last applied, and its answer."""
     report: Mapping[str, Any] | None = None
     """GET /status of trainer rank 0; None: it did not answer."""
+    spot_nodes: frozenset[str] | None = None
+    """Names of the nodes that the cloud may take away; None: not known."""
     events: Sequence[Object] = ()
     """Warning events about the job's children and pods, newest last (FailedCreate: exceeded quota …)."""
 

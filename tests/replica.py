@@ -28,7 +28,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 NAMESPACE = "miles-system"
 ACCOUNT = "miles-operator"
 USER = f"system:serviceaccount:{NAMESPACE}:{ACCOUNT}"
-INSTALLED = ("crd/rljobs.yaml", "rbac/operator.yaml", "rbac/operator-own.yaml", "overlays/cluster/binding.yaml")
+INSTALLED = (
+    *("crd/rljobs.yaml", "rbac/operator.yaml", "rbac/operator-own.yaml"),
+    *("overlays/cluster/binding.yaml", "overlays/cluster/nodes.yaml"),
+)
 Dict = dict[str, Any]
 
 

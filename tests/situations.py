@@ -43,6 +43,7 @@ class Story:
         self.pods: list[Dict] = []
         self.report: Dict | None = None
         self.events: list[Dict] = []
+        self.spot_nodes: frozenset[str] | None = None
         self.foreign: frozenset[Any] = frozenset()
         self.refused: Dict = {}  # children that the API server does not take
         self.now = NOW
@@ -60,6 +61,7 @@ class Story:
             events=self.events,
             foreign=self.foreign,
             refused=self.refused,
+            spot_nodes=self.spot_nodes,
         )
         for child in plan.apply:
             key = child["kind"], child["metadata"]["name"]

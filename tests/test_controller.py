@@ -11,7 +11,7 @@ import pytest
 
 from operators import reconcile as reconciler
 from operators.cache import Cache, JobKey
-from operators.cluster import Conflict
+from operators.cluster import ApiError, Conflict
 from operators.controller import Controller
 from operators.liveness import Health
 from operators.reconcile import reconcile
@@ -28,6 +28,7 @@ class Server:
 
     def __init__(self) -> None:
         self.story, self.cache, self.asked = Story(), Cache(), list[str]()
+        self.refusal = 0  # of a list of nodes
         self.status = SimpleNamespace(report=self._report)
         self.story.job["metadata"]["uid"] = "3f0c1111-2222-3333-4444-555566667777"
         self.story.now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=100)
@@ -75,12 +76,18 @@ class Server:
         metadata = self.job["metadata"]
         self.job["metadata"] = metadata | {"resourceVersion": str(int(metadata["resourceVersion"]) + 1)}
 
+    async def spot_nodes(self) -> frozenset[str]:
+        self.asked.append("nodes")
+        if self.refusal:
+            raise ApiError(self.refusal, "", "no")
+        return frozenset({"node-1"})
+
     async def post_event(self, job: Dict, event: Any) -> None:
         self.asked.append("event")
 
 
-def controller(server: Server) -> Controller:
-    found = Controller(server, reconcile, PLATFORM, Health(), Telemetry(Health()))  # type: ignore[arg-type]
+def controller(server: Server, *namespaces: str) -> Controller:
+    found = Controller(server, reconcile, PLATFORM, Health(), Telemetry(Health()), namespaces)  # type: ignore[arg-type]
     found.heard("ADDED", server.job)
     return found
 
@@ -179,3 +186,24 @@ async def test_a_kind_that_cannot_be_listed_is_named(monkeypatch: pytest.MonkeyP
     with pytest.RaisesGroup(pytest.RaisesExc(ValueError, match="kind Job could not be listed")):
         async with asyncio.TaskGroup() as group:
             await controller(Server())._follow(group, "Job")
+
+
+@in_virtual_time
+async def test_nodes_are_surveyed_beside_the_looks_and_only_for_all_namespaces() -> None:
+    server, found = await settled()
+    await found._survey()
+    await found.visit(KEY)
+    assert server.asked == ["nodes", "status"], "how many workers run on spot nodes is news"
+    assert server.job["status"]["rollout"]["spot"] == 0
+    await controller(server, "team-a")._survey()
+    assert server.asked == ["nodes", "status"]
+
+
+@in_virtual_time
+@pytest.mark.parametrize(("status", "known"), [(403, None), (0, frozenset({"node-1"})), (500, frozenset({"node-1"}))])
+async def test_what_was_known_of_nodes_stands_until_it_is_known_anew_or_may_not_be(status: int, known: Any) -> None:
+    server, found = await settled()
+    await found._survey()
+    server.refusal = status
+    await found._survey()
+    assert server.cache.spot_nodes == known

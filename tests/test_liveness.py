@@ -36,6 +36,9 @@ class Server:
             raise ApiError(0, "", "connection refused")
         yield self.objects, "100"
 
+    async def spot_nodes(self) -> frozenset[str]:
+        return frozenset()
+
     async def watch(self, kind: str, namespace: str, version: str) -> AsyncIterator[tuple[str, Any]]:
         self.watches += 1
         self.since.append(version)

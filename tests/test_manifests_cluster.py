@@ -54,6 +54,7 @@ def plane(control_plane: ControlPlane):
             api.delete(kind, name)
     for kind, name in (
         ("ClusterRoleBinding", "miles-operator"),
+        ("ClusterRoleBinding", "miles-operator-nodes"),
         ("Namespace", "miles-system"),
         ("Namespace", "argocd"),
     ):
@@ -210,6 +211,7 @@ NEEDED = [
     ("events", "watch"),
     ("events", "create"),
     ("secrets", "create"),
+    ("nodes", "list"),
 ]  # fmt: skip
 DENIED = [
     ("miles.dev/rljobs", "update"),
@@ -225,7 +227,8 @@ DENIED = [
     ("pods/log", "get"),
     ("serviceaccounts/token", "create"),
     ("serviceaccounts", "impersonate"),
-    ("nodes", "list"),
+    ("nodes", "get"),
+    ("nodes", "watch"),
     ("namespaces", "list"),
     ("rbac.authorization.k8s.io/rolebindings", "create"),
 ]
@@ -249,10 +252,12 @@ def test_the_operators_own_lease_and_key_are_its_only_ones(plane, tmp_path):
 
 def test_an_operator_for_one_namespace_sees_no_other(plane, tmp_path):
     install(plane, overlay(tmp_path, "namespaced"))
-    plane.api.delete("ClusterRoleBinding", "miles-operator")
+    for binding in ("miles-operator", "miles-operator-nodes"):
+        plane.api.delete("ClusterRoleBinding", binding)
     until(lambda: not can(plane, OPERATOR, "list", "miles.dev/rljobs", "default"), "the binding is gone")
     assert can(plane, OPERATOR, "list", "miles.dev/rljobs", "team-a")
     assert not can(plane, OPERATOR, "list", "miles.dev/rljobs", "")
+    assert not can(plane, OPERATOR, "list", "nodes", "")
     assert not can(plane, OPERATOR, "create", "secrets", "default")
 
 

@@ -49,7 +49,7 @@ RUNNING = job(
     startTime=ago(hours=7),
     training={"step": 412, "totalSteps": 1000, "policyVersion": "t2-s412", "etaSeconds": 36_000}
     | {"rewards": ["0.1", "0.3", "0.41"]},
-    rollout={"desired": 4, "ready": 4},
+    rollout={"desired": 4, "ready": 4, "spot": 2},
     trainer={"desired": 2, "ready": 2},
     lastCheckpoint={"step": 400, "uri": "s3://…", "time": ago(minutes=6)},
     store={"bytes": 44_000_000_000, "objects": 1204},
@@ -102,7 +102,7 @@ def test_a_running_job_on_one_screen():
         "math-7b  Running for 7h 0m · step 412 of 1000 · ETA 10h 0m · policy t2-s412 · staleness mean 0.8 max 2",
         "reward   0.410 ▁▆█  (correct 0.520) · response 311 tokens · eval aime avg@16 0.210",
         "speed    11.2k tok/s generated · trainer waits 3% · rollouts wait 12%",
-        "rollout  4/4 ready · queue 96 groups",
+        "rollout  4/4 ready (2 on spot) · queue 96 groups",
         "trainer  2/2 ready · checkpoint s400, 6m 0s ago · restarts 0 of 3 (+1 disruption)",
         "last     attempt 1: disruption 5h 0m ago (node lost)",
         "store    s3://team-a/miles/team-a/math-7b/3f0c · 41.0 GiB in 1204 objects",

@@ -790,6 +790,23 @@ def test_workers_that_are_lost_while_training_goes_on_leave_it_ready():
     assert story.condition("Failed")[0] == "False"
 
 
+def test_workers_on_nodes_that_the_cloud_may_take_away_are_counted_where_such_nodes_are_known():
+    story = training(rollout={"replicas": 3})
+    ready = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+    workers = [pod(story.workers(), f"worker-{number}", **ready) for number in range(4)]
+    for number, (node, status) in enumerate([("a", ready), ("b", ready), ("c", ready), ("a", {"phase": "Pending"})]):
+        workers[number] |= {"spec": {"nodeName": node}, "status": status}
+    story.pods += [*workers, pod(story.trainer()) | {"spec": {"nodeName": "a"}, "status": ready}]
+    story.look()
+    assert "spot" not in story.status["rollout"]
+    story.spot_nodes = frozenset("ab")
+    story.look()
+    assert story.status["rollout"]["spot"] == 2
+    story.spot_nodes = None
+    story.look()
+    assert "spot" not in story.status["rollout"]
+
+
 def test_a_transition_time_moves_with_the_status_only(story):
     before = story.entry("TrainerReady")["lastTransitionTime"]
     story.run_trainer(**waits("ErrImagePull"))

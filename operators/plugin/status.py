@@ -3,7 +3,7 @@
     math-7b  Running for 7h 12m · step 412 of 1000 · ETA 10h 2m · policy t2-s412 · staleness mean 0.8 max 2
     reward   0.412 ▁▂▃▄▆▇█  (correct 0.520, brief -0.030) · response 311 tokens · eval aime avg@16 0.210
     speed    11.2k tok/s generated · 13.0k tok/s trained · trainer waits 3% · rollouts wait 12%
-    rollout  4/4 ready · queue 96 groups
+    rollout  4/4 ready (2 on spot) · queue 96 groups
     trainer  2/2 ready · checkpoint s400, 6m 2s ago · restarts 0 of 3 (+1 disruption)
     store    s3://team-a/miles/team-a/math-7b/3f0c… · 41.0 GiB in 1204 objects
 
@@ -122,6 +122,7 @@ def component(job: Object, part: str, pods: Sequence[Object] | None) -> str | No
     if not told:
         return None
     ready = f"{told.get('ready', 0)}/{told.get('desired', 0)} ready"
+    ready += f" ({told['spot']} on spot)" if told.get("spot") else ""
     return " · ".join([ready, *doings(pod_words.of(pods or (), part))])
 
 

@@ -96,6 +96,9 @@ class RolloutStatus(Told):
     """Pods wanted."""
     ready: Annotated[int, Field(ge=0)] = 0
     """Pods that hold a policy and generate."""
+    spot: Annotated[int, Field(ge=0)] | None = None
+    """Those of them that run on nodes which the cloud may take away, whether rollout.spot asks for such nodes or not;
+    nothing where the operator may not list nodes."""
     summary: Short = ""
     """ready/desired, for display."""
     selector: Annotated[str, text(512, shortest=0)] = ""
