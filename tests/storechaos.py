@@ -15,6 +15,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import multiprocessing.context
@@ -124,8 +125,13 @@ async def work(config: RunConfig, storage: Storage, clock: Clock, name: str) -> 
     await fake_worker.work(config, storage, make, name, clock=clock)
 
 
-async def train(config: RunConfig, storage: Storage, clock: Clock, name: str) -> None:
-    """What pipeline.trainer and pipeline.lead do, without a model: its weights are the list of what was trained."""
+async def train(config: RunConfig, storage: Storage, clock: Clock, name: str, dies: bool) -> None:
+    """What pipeline.trainer and pipeline.lead do, without a model: its weights are the list of what was trained.
+
+    `dies`: by SIGKILL, up to two steps behind the run's first checkpoint. Kills at random are mostly too early or too
+    late for what a checkpoint keeps to matter.
+    """
+    last = None
     saved = await _newest_checkpoint(storage)
     coordinator = Coordinator(storage, config, clock, random.Random())
     await coordinator.take_over(saved["coordinator"] if saved else None)
@@ -140,10 +146,15 @@ async def train(config: RunConfig, storage: Storage, clock: Clock, name: str) ->
         await coordinator.finish_step(step)
         if step % config.checkpoint.every_steps == 0:
             await _save(config, storage, coordinator, trained)
+            if dies and saved is None and last is None:
+                last = step + random.randint(0, 2)
         await coordinator.publish(Version(term, step))
+        if step == last:
+            os.kill(os.getpid(), signal.SIGKILL)
     await coordinator.stop("complete")
     ticking.cancel()
     outcome = {"frontier": coordinator.ledger.frontier.to_json(), "trained": _json(trained), "term": term}
+    outcome["resumed"] = saved is not None
     await storage.put(OUTCOME_KEY, json.dumps(outcome).encode())
 
 
@@ -239,7 +250,8 @@ class Run:
         started = time.monotonic()
         async with self.proxy:
             self.config = self._configure()
-            parts = [self._keep(train, "trainer"), *(self._keep(work, f"worker-{n}") for n in range(self.workers))]
+            trainer = functools.partial(train, dies=self.hazards.kills > 0)
+            parts = [self._keep(trainer, "trainer"), *(self._keep(work, f"worker-{n}") for n in range(self.workers))]
             hazards = [asyncio.ensure_future(hazard) for hazard in (self._kill(), self._break_server(), self._outage())]
             try:
                 async with asyncio.timeout(LONGEST_S), asyncio.TaskGroup() as group:
@@ -334,6 +346,7 @@ class Run:
         trained, frontier = _plans(outcome["trained"]), Frontier.from_json(outcome["frontier"])
         most_open = (algorithm.max_staleness + 1) * algorithm.prompts_per_step
         dropped = check_lineage(records, trained, frontier, algorithm.total_steps, most_open, {"stale", "damaged"})
+        require(outcome["resumed"] or not self.hazards.kills, "broken", "no trainer was killed behind a checkpoint")
         require(self.hazards.faults or "damaged" not in dropped.values(), "lost", f"dropped {dropped}")
         count = sum(len(plan.groups) for plan in trained.values())
         damaged = sum(reason == "damaged" for reason in dropped.values())
