@@ -9,10 +9,9 @@ control/state.json is written by the trainer of the highest term alone, writers/
 """
 
 import dataclasses
-import functools
 import json
 import re
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 
@@ -124,7 +123,7 @@ class ControlState:
     def decode(cls, data: bytes) -> "ControlState":
         """Raises ValueError, which names key, field and remedy, for anything else."""
         try:
-            return _decoded(cls, data)
+            return _decoded(_CONTROL, data)
         except ValueError as error:
             raise ValueError(f"{CONTROL_KEY} is damaged ({error}); {CONTROL_REMEDY}") from None
 
@@ -154,18 +153,15 @@ class Heartbeat:
     @classmethod
     def decode(cls, data: bytes) -> "Heartbeat":
         """Raises ValueError, which names the field, for anything else."""
-        return _decoded(cls, data)
+        return _decoded(_HEARTBEAT, data)
 
 
-@functools.cache
-def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
-    return pydantic.TypeAdapter(kind)
+_CONTROL, _HEARTBEAT = pydantic.TypeAdapter(ControlState), pydantic.TypeAdapter(Heartbeat)
 
 
-def _decoded(kind: type[T], data: bytes) -> T:
+def _decoded(kind: pydantic.TypeAdapter[T], data: bytes) -> T:
     try:
-        found: T = _adapter(cast(Any, kind)).validate_json(data, strict=True)
-        return found
+        return kind.validate_json(data, strict=True)
     except pydantic.ValidationError as error:
         faults = [".".join(map(str, fault["loc"])) + ": " + fault["msg"] for fault in error.errors()]
         raise ValueError("; ".join(fault.removeprefix(": ") for fault in faults[:FAULTS])) from None
