@@ -13,6 +13,7 @@ from operators.situation import Situation
 from operators.spec.status import RLJobStatus, TrainerStatus
 
 NORMAL = Cause("AsSpecified", "")
+UNFINISHED = "the first step of this attempt is not finished yet"
 
 
 def counted(here: Situation, status: RLJobStatus) -> RLJobStatus:
@@ -84,7 +85,9 @@ def _summary(here: Situation, decision: Decision, status: RLJobStatus, trainer: 
     if trainer.status != "True":
         return trainer
     if not has_stepped(status):
-        return Fact("False", "Starting", "the first step of this attempt is not finished yet")
+        losses = (here.observed.report or {}).get("losses")
+        dropped = f"; dropped groups are {losses}" if losses else ""
+        return Fact("False", "Starting", causes.shortened(f"{UNFINISHED}{dropped}"))
     return Fact("True", "Training")
 
 

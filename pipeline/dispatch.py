@@ -13,19 +13,21 @@ from pipeline import planning
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.clock import Clock
 from pipeline.config import RunConfig
-from pipeline.intake import Intake
+from pipeline.intake import LONGEST_REASON, Intake
 from pipeline.leases import Holder, Lease, Ledger, Suspicions, grant
 from pipeline.messages import shard_key
 from pipeline.planning import Choice
 from pipeline.roster import GETS_AT_ONCE, Known, Roster
 from pipeline.storage import Storage
-from pipeline.trainer_log import DropReason, Plan
+from pipeline.trainer_log import DropReason, Hopeless, Plan
 from pipeline.versions import Version
 
 log = logging.getLogger(__name__)
 
 ROUNDS = 10
 """Dynamic sampling: replacements of a whole step after which the groups that come are trained as they are."""
+BARREN = 64
+"""Groups of a run's beginning without any valid sample after which none is expected any more."""
 
 
 class Dispatcher:
@@ -37,12 +39,18 @@ class Dispatcher:
         rows = config.algorithm.group_size + ALGORITHMS[config.algorithm.type].greedy_baseline
         self.intake = Intake(storage, rows, vocabulary)
         self.suspicions = Suspicions(config.rollout.max_failures)
+        self.why: dict[DropReason, str] = {}
+        """Of groups that the next plan drops: why the first one for that reason."""
+        # A server of rewards may only be starting yet.
+        self._impatient = not any(reward.endpoint or reward.model for reward in config.rewards)
 
     # Plans
 
     def choose(self, step: int) -> Choice:
-        """The groups of `step`; those that cannot be trained any more are set aside first."""
+        """The groups of `step`; those that cannot be trained any more are set aside first. Raises Hopeless where all
+        of a run's first groups are."""
         self.refuse(step)
+        self._expect_some(step)
         size = self.algorithm.prompts_per_step
         return planning.choose(step, self.ledger.delivered.values(), self.ledger.leases, size, self.max_staleness)
 
@@ -54,12 +62,20 @@ class Dispatcher:
             need_spread = wanted and alike < ROUNDS * self.algorithm.prompts_per_step
             reason = planning.refusal(group, step, self.max_staleness, need_spread)
             if reason:
-                self._set_aside(index, reason)
+                self._set_aside(index, reason, group.why)
                 alike += reason == "no-spread"
+
+    def _expect_some(self, step: int) -> None:
+        """One valid sample is enough: then what makes others invalid is not the same for all."""
+        came = [*self.ledger.delivered.values(), *(group for _, group in self.ledger.aside.values() if group)]
+        count = len(came)
+        if step == 1 and self._impatient and count >= BARREN and not any(group.valid for group in came):
+            raise Hopeless(f"none of the first {count} groups has a sample that can be trained: {self.why['invalid']}")
 
     def enter(self, plan: Plan) -> None:
         """`plan` is in the log."""
         self.ledger.plan(plan)
+        self.why = {}
         self.intake.logged(plan.quarantined)
         self.suspicions.forget([group.index for group in plan.groups] + [drop.index for drop in plan.drops])
 
@@ -74,14 +90,21 @@ class Dispatcher:
         if choice.urgent:
             return f"groups that would be stale after step {step}: {places}"
         unfit = collections.Counter(drop.reason for drop, _ in self.ledger.aside.values())
-        dropped = "".join(f"; {count} dropped ({reason})" for reason, count in unfit.items())
-        ready = f"{choice.ready} of {self.algorithm.prompts_per_step} ready"
-        return f"more groups: {ready}; {places or 'none running'}{dropped}"
+        parts = [f"more groups: {choice.ready} of {self.algorithm.prompts_per_step} ready"]
+        parts += [f"{count} dropped ({self._cause(reason)})" for reason, count in unfit.items()]
+        return "; ".join([*parts, places or "none running"])
 
     def _place(self, writer: Known, count: int) -> str:
         if writer.heartbeat is None or writer.heartbeat.version is None:
             return f"{count} wait until {writer.instance} has loaded a policy"
         return f"{count} running on {writer.instance}"
+
+    def _cause(self, reason: DropReason) -> str:
+        return f"{reason}: {self.why[reason]}" if reason in self.why else reason
+
+    def losses(self) -> str | None:
+        """Why groups have been dropped since the last plan, in words that stay the same; None: nothing is known."""
+        return "; ".join(self._cause(reason) for reason in self.why) or None
 
     # Granting
 
@@ -140,11 +163,13 @@ class Dispatcher:
         if self.ledger.release(index, known.ulid):
             log.warning("prompt index %d failed on %s: %s", index, known.instance, reason)
             if self.suspicions.failed(index, known.ulid):
-                self._set_aside(index, "failed")
+                self._set_aside(index, "failed", reason)
 
-    def _set_aside(self, index: int, reason: DropReason) -> None:
-        log.info("prompt index %d is dropped: %s", index, reason)
+    def _set_aside(self, index: int, reason: DropReason, why: str = "") -> None:
+        log.info("prompt index %d is dropped: %s%s", index, reason, f" ({why})" if why else "")
         self.ledger.set_aside(index, reason)
+        if why:
+            self.why.setdefault(reason, why[:LONGEST_REASON])
 
     def forget(self, gone: Iterable[Known]) -> None:
         """Name these revoked writers no longer, but for those of which a successor would have to read groups again."""

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 SMALLEST_SPREAD = 1e-6
 """Standard deviation of a group's rewards below which they count as equal."""
+LONGEST_REASON = 400  # characters
 
 
 class Intake:
@@ -92,6 +93,7 @@ def summarise(table: pa.Table, key: str, sha256: str, writer: str, sequence: int
                 newest=int(made.max()),
                 valid=len(scored),
                 spread=len(scored) > 1 and float(scored.std(ddof=1)) > SMALLEST_SPREAD,
+                why="" if len(scored) else " ".join(table["invalid"][start].as_py().split())[:LONGEST_REASON],
             )
         )
     return groups

@@ -237,6 +237,7 @@ class Lead:
             "queue_groups": statistics["queue_groups"],
             "waits": self._waits(),
             "dropped": statistics["dropped"],
+            "losses": self.coordinator.dispatcher.losses(),
             "eta_s": self._eta_s(),
             "evaluation": self._newest_evaluation(),
             "checkpoint_step": self.checkpointed.step if self.checkpointed else None,

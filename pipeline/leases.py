@@ -65,6 +65,8 @@ class Delivered:
     """Samples that take part in training."""
     spread: bool
     """Whether the rewards of the valid samples differ."""
+    why: str = ""
+    """Of a group without a valid sample: why the first one is none."""
 
 
 class Ledger:

@@ -14,11 +14,12 @@ from pipeline.config import (
     StoreConfig,
 )
 from pipeline.coordinator import Coordinator
+from pipeline.dispatch import BARREN
 from pipeline.experience import Rollout, RolloutGroup
 from pipeline.messages import CONTROL_KEY, ControlState, evaluation_key, shard_key
 from pipeline.roster import GONE_AFTER
 from pipeline.storage import MemoryBucket, MemoryStorage, Object, StorageError, Transient
-from pipeline.trainer_log import Collect, Fenced, Plan, TrainerLog
+from pipeline.trainer_log import Collect, Fenced, Hopeless, Plan, TrainerLog
 from pipeline.versions import Version
 from pipeline.writer import Report, Writer
 from tests.conftest import SkippingClock
@@ -475,6 +476,62 @@ async def test_a_group_without_a_valid_sample_is_dropped_as_invalid(scene: Scene
     assert [(drop.index, drop.reason) for drop in plan.drops] == [(0, "invalid")]
 
 
+async def deliver(scene: Scene, trainer: Coordinator, writer: Writer, groups: int, rewards: tuple) -> None:
+    """Until the trainer has taken in so many."""
+    for _ in range(groups // (2 * SIZE)):
+        await keep_alive(scene, writer)
+        await scene.tick(trainer)
+        await writer.commit([group(index, rewards=rewards) for index in await scene.leases(writer)])
+        await scene.tick(trainer)
+        trainer.dispatcher.refuse(1)
+
+
+async def test_the_reason_that_no_sample_could_be_scored_is_in_what_the_trainer_waits_for(scene: Scene):
+    trainer, writer = await scene.trainer(), await scene.writer("rollout-0")
+    await deliver(scene, trainer, writer, 8, (None, None))
+    assert (await waits_for(trainer, 1)) == "more groups: 0 of 2 ready; 8 dropped (invalid: raised); none running"
+    assert trainer.dispatcher.losses() == "invalid: raised"
+
+
+async def test_the_reason_that_prompts_fail_is_in_what_the_trainer_waits_for(scene: Scene):
+    trainer, writer = await scene.trainer(), await scene.writer("rollout-0")
+    for _ in range(2):
+        await keep_alive(scene, writer)
+        await scene.tick(trainer)
+        for index in await scene.leases(writer):
+            writer.fail(index, "prompt of 9 tokens")
+        await writer.sync(Report(version=None))
+        await scene.tick(trainer)
+    assert "2 ready; 4 dropped (failed: prompt of 9 tokens); " in await waits_for(trainer, 1)
+
+
+async def test_a_run_that_begins_with_nothing_but_invalid_samples_is_hopeless_and_says_why(scene: Scene):
+    trainer, writer = await scene.trainer(), await scene.writer("rollout-0")
+    await deliver(scene, trainer, writer, BARREN - 4, (None, None))
+    await waits_for(trainer, 1)
+    await deliver(scene, trainer, writer, 4, (None, None))
+    with pytest.raises(Hopeless, match=f"none of the first {BARREN} groups .* can be trained: raised"):
+        await plan_now(trainer, 1)
+    successor = await scene.trainer()
+    with pytest.raises(Hopeless):
+        await plan_now(successor, 1)
+
+
+async def test_one_valid_sample_or_a_trained_step_or_a_reward_that_may_still_start_keeps_hope(scene: Scene):
+    trainer, writer = await scene.trainer(), await scene.writer("rollout-0")
+    await deliver(scene, trainer, writer, 4, (None, 1.0))
+    for step in (1, 2):
+        await plan_now(trainer, step)
+        await finish(trainer, step)
+    await deliver(scene, trainer, writer, BARREN, (None, None))
+    await waits_for(trainer, 3)
+    scene = Scene()
+    scene.config = scene.config.model_copy(update={"rewards": [RewardConfig(name="a", endpoint="http://x")]})
+    trainer, writer = await scene.trainer(), await scene.writer("rollout-0")
+    await deliver(scene, trainer, writer, BARREN, (None, None))
+    await waits_for(trainer, 1)
+
+
 async def test_dynamic_sampling_replaces_groups_without_spread_even_if_they_fill_the_whole_window():
     scene = Scene(max_staleness=0, dynamic_sampling=True)
     trainer = await scene.trainer()
@@ -482,7 +539,7 @@ async def test_dynamic_sampling_replaces_groups_without_spread_even_if_they_fill
     await scene.tick(trainer)
     await writer.commit([group(0, rewards=(1.0, 1.0)), group(1, rewards=(0.0, 0.0))])
     await scene.tick(trainer)
-    assert await waits_for(trainer, 1) == "more groups: 0 of 2 ready; none running; 2 dropped (no-spread)"
+    assert await waits_for(trainer, 1) == "more groups: 0 of 2 ready; 2 dropped (no-spread); none running"
     await scene.tick(trainer)
     assert sorted(await scene.leases(writer)) == [2, 3]
     await writer.commit([group(2), group(3)])

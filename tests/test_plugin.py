@@ -117,6 +117,12 @@ def test_sizes_as_people_read_them(bytes, words):
     assert figures.size(bytes) == words
 
 
+def test_what_a_job_that_starts_waits_for_is_told():
+    message = "the first step of this attempt is not finished yet; dropped groups are invalid: reward a: KeyError"
+    given = job({"Ready": ("False", "Starting", message)}, phase="Starting")
+    assert f"waits    {message}" in status.screen(given, [], NOW).splitlines()
+
+
 def test_the_last_decision_of_the_autoscaler_is_told_with_its_cause():
     why = "2 to 4 at step 40: the trainer waited 60% of the time for completions"
     decided = {"desired": 4, "ready": 3, "autoscaled": {"start": 2, "replicas": 4, "step": 40, "message": why}}

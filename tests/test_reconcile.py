@@ -75,6 +75,17 @@ def test_an_unchanged_job_gets_no_writes_and_no_events_in_ten_passes(story):
         assert (plan.apply, plan.delete, plan.status, plan.events, plan.pause) == ([], [], None, [], False)
 
 
+def test_why_groups_are_dropped_is_told_while_no_step_is_finished():
+    story = Story()
+    story.look()
+    story.run_trainer()
+    story.run_workers(1)
+    story.report = {"phase": "waiting", "step": 0, "losses": "invalid: reward a: KeyError: 'answer'"}
+    story.look(20)
+    assert story.condition("Ready") == ("False", "Starting")
+    assert story.entry("Ready")["message"].endswith("dropped groups are invalid: reward a: KeyError: 'answer'")
+
+
 def test_progress_is_written_at_most_every_ten_seconds(story):
     story.report = {"phase": "training", "step": 2}
     assert story.look(3).status is None

@@ -319,6 +319,29 @@ def test_a_run_that_has_trained_nothing_yet_has_a_page(tmp_path):
     assert data["charts"] == []
 
 
+@pytest.mark.parametrize(
+    ("reason", "label"), [(None, "Starting"), ("none of the first 2 groups has a sample that can be trained", "Failed")]
+)
+def test_what_a_run_without_a_step_has_dropped_is_counted_with_its_reason(tmp_path, reason, label):
+    config = configuration(tmp_path)
+    (tmp_path / "run.json").write_text(config.model_dump_json())
+
+    async def fill() -> None:
+        storage, log = open_storage(config.store.uri), TrainerLog(open_storage(config.store.uri))
+        await log.take_over()
+        groups = [group(index, Version(1, 0), rewards) for index, rewards in enumerate([[None] * 2, [None, 1.0]])]
+        await storage.create(shard_key("01W", 0), experience.encode(groups))
+        if reason:
+            await log.append(Stop(1, reason, 0))
+
+    asyncio.run(fill())
+    data = data_of(report(tmp_path))
+    assert data["drops"] == [["invalid", 1]]
+    assert data["status"]["label"] == label
+    assert "correct: timed out" in data["status"]["detail"]
+    assert (reason or "") in data["status"]["detail"]
+
+
 def test_a_prefix_in_a_store_is_a_run_too(run_folder):
     storage, config, uri = asyncio.run(source.open_run((run_folder / "store").as_uri()))
     assert (config.name, uri) == ("sums", (run_folder / "store").as_uri())

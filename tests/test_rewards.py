@@ -48,6 +48,16 @@ async def test_a_function_receives_prompt_completion_answer_and_metadata(tmp_pat
     assert scored == Score(12.5, {"mine": 12.5}, None)
 
 
+async def test_why_a_reward_fails_is_in_the_log_at_once_and_then_rarely(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Scorer([function(tmp_path, "return metadata['answers']", on_error="zero")]) as scorer:
+        for _ in range(9):
+            await scorer.score(SAMPLE)
+    told = "reward mine failed on {} samples so far, on this one: KeyError: 'answers' (mine.py, line 3)"
+    assert [record.getMessage() for record in caplog.records] == [told.format(count) for count in (1, 2, 4, 8)]
+
+
 async def test_a_function_receives_a_generated_item_as_far_as_json_goes(tmp_path: pathlib.Path) -> None:
     item = {"question": "?", "metadata": {"board": {(0, 1): "x"}, "size": (3, 4), "when": {1, 2}}}
     body = "metadata = metadata['item']['metadata']\n"

@@ -35,7 +35,9 @@ def screen(job: Object, pods: Sequence[Object] | None, now: datetime.datetime) -
     rows += [("last", last_start(job, now)), ("store", store(job))]
     if pods is None:
         rows.append(("pods", "you may not list them; their state is only what the operator tells"))
-    if found is not None:
+    if found is None:
+        rows.append(("waits", waits(job)))
+    else:
         rows[:0] = [("why", shortened(found.why)), ("do", found.remedy)]
     return "\n".join(
         [headline(job, now, found.what if found else None), *(f"{name:<8} {text}" for name, text in rows if text)]
@@ -163,6 +165,12 @@ def reward_models(pods: Sequence[Object]) -> list[tuple[str, str]]:
     found = pod_words.of(pods, "reward")
     ready = sum(pod_words.is_ready(pod) for pod in found)
     return [("rewards", " · ".join([f"{ready}/{len(found)} ready", *doings(found)]))] if found else []
+
+
+def waits(job: Object) -> str | None:
+    """For what a job that is all right is not ready yet."""
+    ready = trouble.conditions(job).get("Ready", {})
+    return shortened(str(ready.get("message"))) if ready.get("reason") == "Starting" else None
 
 
 def last_start(job: Object, now: datetime.datetime) -> str | None:

@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from pipeline import experience, selection, trainer_log
 from pipeline.config import RunConfig
-from pipeline.messages import evaluation_key
+from pipeline.intake import summarise
+from pipeline.messages import SHARDS_FOLDER, evaluation_key, is_shard
 from pipeline.report import source
 from pipeline.report.source import Document
 from pipeline.storage import Corrupted, Storage
@@ -38,7 +39,7 @@ class Bounds:
     records: int = 20_000
     """Newest records of the trainer's log that are read."""
     steps: int = 40
-    """Steps whose rollouts are read, evenly spread."""
+    """Steps whose rollouts are read, evenly spread; or shards, where no step is planned."""
 
 
 @dataclasses.dataclass
@@ -64,6 +65,8 @@ class History:
     """When run.json was written, by the store's clock, seconds since the epoch."""
     omissions: list[str]
     """What was left out, one sentence each."""
+    why_invalid: str = ""
+    """Of a run that has planned no step: why the first sample that it could not train is none; empty: none is known."""
 
 
 async def read(storage: Storage, bounds: Bounds = Bounds()) -> History:
@@ -75,13 +78,16 @@ async def read(storage: Storage, bounds: Bounds = Bounds()) -> History:
     rows = await _metrics(storage, bounds, omissions)
     evaluations = await _documents(storage, EVALUATION, bounds.metrics, omissions, "evaluations")
     log = await _log(storage, bounds, omissions)
+    plans = trainer_log.surviving(log)
+    unplanned, why_invalid = (collections.Counter[str](), "") if plans else await _invalid(storage, bounds, omissions)
     return History(
         run=run or {},
         attempts=_attempts(attempts, omissions),
         metrics=rows,
         evaluations=_evaluations(evaluations, omissions),
-        plans=trainer_log.surviving(log),
-        drops=_drops(log),
+        plans=plans,
+        drops=_drops(log) + unplanned,
+        why_invalid=why_invalid,
         quarantined=sum(len(record.quarantined) for record in log if isinstance(record, Plan | Withdraw)),
         stop=trainer_log.ended(log),
         takeovers=sum(isinstance(record, Takeover) for record in log),
@@ -202,6 +208,18 @@ async def _record(storage: Storage, key: str, omissions: list[str]) -> trainer_l
 def _drops(log: Iterable[trainer_log.Record]) -> collections.Counter[str]:
     records = [record for record in log if isinstance(record, Plan | Withdraw)]
     return collections.Counter(drop.reason for record in records for drop in record.drops)
+
+
+async def _invalid(storage: Storage, bounds: Bounds, omissions: list[str]) -> tuple[collections.Counter[str], str]:
+    """Groups that the first plan will drop, which nothing but their shards tells of, and the first one's reason."""
+    keys = sorted(info.key for info in await storage.list(SHARDS_FOLDER) if is_shard(info.key))
+    chosen = thin(keys, bounds.steps)
+    if len(chosen) < len(keys):
+        omissions.append(f"Drops are counted in {len(chosen)} of {len(keys)} shards.")
+    tables = await _each(chosen, lambda key: _table(storage, key))
+    groups = [group for table in tables if table is not None for group in summarise(table, "", "", "", 0)]
+    found = [group.why for group in groups if not group.valid]
+    return collections.Counter({"invalid": len(found)} if found else {}), found[0] if found else ""
 
 
 async def _documents(

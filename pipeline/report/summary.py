@@ -9,8 +9,6 @@ from pipeline.report import configuration, curves
 from pipeline.report.configuration import redacted
 from pipeline.report.history import History
 
-STOPPED = {"complete": ("Complete", "good"), "failed": ("Failed", "bad")}
-
 
 def of(config: RunConfig, past: History, delivery: dict[str, Any] | None) -> dict[str, Any]:
     """All of the page's data but curves and rollouts."""
@@ -50,12 +48,17 @@ def status(config: RunConfig, past: History) -> dict[str, str]:
         notes.append(f"The trainer was restarted {times}; a step done again is shown once.")
     if past.quarantined:
         notes.append(f"Damaged shards set aside: {past.quarantined}; their prompts were generated again.")
+    if past.why_invalid:
+        notes.append(f"The dropped groups have no sample that could be trained: {past.why_invalid}")
     if past.stop is None:
         done = last_step(past)
         label, tone = ("Running or interrupted" if done else "Starting"), ""
         notes.insert(0, "The run has written no stop record: it goes on, or was interrupted.")
+    elif past.stop.reason == "complete":
+        label, tone = "Complete", "good"
     else:
-        label, tone = STOPPED.get(past.stop.reason, (f"Stopped: {past.stop.reason}", ""))
+        label, tone = "Failed", "bad"
+        notes.insert(0, past.stop.reason)
     return {"label": label, "tone": tone, "detail": " ".join(notes)}
 
 

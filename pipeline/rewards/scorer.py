@@ -95,7 +95,7 @@ class Scorer:
                 for position, reward in value.steps:
                     steps[position] += config.weight * reward
                 continue
-            self.failures[config.name] += 1
+            self._count(config.name, value)
             if config.on_error == "zero":
                 parts[config.name] = 0.0
             else:
@@ -107,6 +107,13 @@ class Scorer:
             return Score(None, parts, "the weighted sum of its rewards is not finite")
         return Score(total, parts, None, dict(sorted(steps.items())))
 
+    def _count(self, name: str, reason: str) -> None:
+        """Told in the log when the count is 1, 2, 4, 8, …: a function that always fails would fill it."""
+        self.failures[name] += 1
+        count = self.failures[name]
+        if count & (count - 1) == 0:
+            logger.warning("reward %s failed on %d samples so far, on this one: %s", name, count, reason)
+
     async def _part(self, config: RewardConfig, reward: Reward, arguments: dict[str, Any]) -> Value | str:
         """The reward's value, or why there is none."""
         try:
@@ -114,9 +121,7 @@ class Scorer:
         except SampleError as error:
             return str(error)
         except Exception as error:  # no descriptors or processes left, a row that JSON does not take, …
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            logger.warning("reward %s: %s", config.name, reason)
-            return reason
+            return " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return _unusable(value, config, len(arguments["completion_ids"])) or value
 
 
