@@ -97,8 +97,8 @@ def _complete(folder: pathlib.Path, config: RunConfig) -> None:
 
 
 def base_name(config: RunConfig) -> str:
-    """The base model as others would load it: a hub name, else its URI."""
-    return config.model.uri.removeprefix("hf://")
+    """The base model as others would load it: a hub name, the path of a folder; else its URI, which they must fetch."""
+    return config.model.uri.removeprefix("hf://").removeprefix("file://")
 
 
 def model_card(config: RunConfig, version: Version, evaluation: Mapping[str, Any]) -> str:

@@ -1,11 +1,16 @@
 """pipeline.output: what lies at output.uri at the end, and when it counts as delivered."""
 
 import json
+import shutil
+import warnings
 
+import peft
 import pytest
+import torch
 
 from pipeline import output, weights
 from pipeline.config import RunConfig
+from pipeline.learner import Learner
 from pipeline.storage import StorageError, open_storage
 from pipeline.versions import Version
 from tests import models
@@ -133,6 +138,26 @@ async def test_weights_that_are_gone_are_an_error_not_an_empty_delivery(config, 
     with pytest.raises(StorageError):
         await output.deliver(storage, target, config, Version(1, 8), {})
     assert not (tmp_path / "output" / "MANIFEST.json").exists()
+
+
+async def test_a_delivered_adapter_of_a_model_in_a_folder_is_loaded_with_its_base(config, tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    base = tmp_path / "a model"
+    shutil.copytree(tiny, base)
+    config = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"uri": f"file://{base}", "path": str(base)}),
+            "trainer": config.trainer.model_validate({"lora": {"rank": 2}}),
+        }
+    )
+    learner = Learner(config, torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kind = learner.export(str(tmp_path / "export"))
+    storage, target = await published(config, tmp_path / "export", kind), open_storage(config.output.uri)
+    await output.deliver(storage, target, config, Version(1, 9), {})
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "output"))
+    assert loaded.peft_config["default"].base_model_name_or_path == str(base)
 
 
 async def test_an_adapter_names_its_base_as_others_would_load_it(config, tmp_path):

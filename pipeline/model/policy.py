@@ -237,7 +237,7 @@ def _with_adapters(model: Any, lora: LoraConfig, config: RunConfig, names: list[
             "leave them out"
         )
     settings.target_modules = sorted(settings.target_modules)  # type: ignore[arg-type]
-    settings.base_model_name_or_path = config.model.uri
+    settings.base_model_name_or_path = config.model.path  # where PEFT looks at it while saving; see output for others
     for name, parameter in adapted.named_parameters():
         parameter.requires_grad_("lora_" in name)
     return adapted  # type: ignore[return-value]
