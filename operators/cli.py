@@ -17,6 +17,7 @@ try:
     from operators import explain, manifest, rules
     from operators.children import children
     from operators.machine import gpu_ids
+    from operators.missing import missing
     from operators.names import RUN_ID
     from operators.resolve import Platform, processes, run_config
     from operators.spec import RLJob
@@ -103,7 +104,11 @@ def run(arguments: list[str]) -> int:
 
 
 def validate(arguments: list[str]) -> int:
-    parser = _parser("validate", "Check the RLJobs in YAML files, by the rules kubectl reads YAML by.")
+    parser = _parser(
+        "validate",
+        "Check the RLJobs in YAML files, by the rules kubectl reads YAML by. Warns of prompts and code that "
+        "this machine lacks, which change no exit code.",
+    )
     parser.add_argument("files", nargs="+", metavar="FILE")
     code = 0
     for file in parser.parse_args(arguments).files:
@@ -114,9 +119,9 @@ def validate(arguments: list[str]) -> int:
             code = REFUSED
             continue
         for job in jobs:
-            print(f"{file}: RLJob {job.metadata.name} is valid")
-            for notice in rules.passed_over(job):
-                print(f"{file}: {notice}")
+            print(f"{file}: RLJob {job.metadata.name} is valid", flush=True)
+            for line in [*map(str, rules.passed_over(job)), *missing(job, os.path.dirname(os.path.abspath(file)))]:
+                print(f"{file}: warning: {line}", file=sys.stderr)
     return code
 
 
@@ -148,7 +153,7 @@ def render(arguments: list[str]) -> int:
         print(error if isinstance(error, manifest.Invalid) else f"{options.file}: {error}", file=sys.stderr)
         return REFUSED
     for notice in rules.passed_over(job):
-        print(f"{options.file}: {notice}", file=sys.stderr)
+        print(f"{options.file}: warning: {notice}", file=sys.stderr)
     print(yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120), end="")
     return 0
 

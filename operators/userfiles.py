@@ -8,21 +8,31 @@ from operators.spec import RLJob
 
 
 def check(job: RLJob, folder: str) -> None:
-    """Raises ValueError, one line a fault, for code that is not there. `folder`: that of the spec's file.
+    """Raises ValueError, one line a fault, for code that is not there. `folder`: that of the spec's file."""
+    if found := faults(job, folder):
+        raise ValueError("\n".join(found))
+
+
+def faults(job: RLJob, folder: str, brought: bool = True) -> list[str]:
+    """One line each. `brought`: look also for files that a cluster takes from a ConfigMap.
 
     Nothing is run: a name that only running the file would define is refused, too.
     """
-    named = {f"spec.rewards[{number}].function": reward.function for number, reward in enumerate(job.spec.rewards)}
+    named = [
+        (f"spec.rewards[{number}].function", reward.function, reward.from_)
+        for number, reward in enumerate(job.spec.rewards)
+    ]
     if job.spec.environment is not None:
-        named["spec.environment.class"] = job.spec.environment.class_
-    faults = []
-    for field, code in named.items():
+        named.append(("spec.environment.class", job.spec.environment.class_, job.spec.environment.from_))
+    found = []
+    for field, code, source in named:
         if code is not None and ".py:" in code:
             file, _, name = code.rpartition(":")
-            fault = _fault(os.path.join(folder, file), name)
-            faults += [f'{field}: got "{code}": {fault}'] if fault else []
-    if faults:
-        raise ValueError("\n".join(faults))
+            path = os.path.join(folder, file)
+            expected = brought or source is None or os.path.exists(path)
+            fault = _fault(path, name) if expected else None
+            found += [f'{field}: got "{code}": {fault}'] if fault else []
+    return found
 
 
 def _fault(path: str, name: str) -> str | None:

@@ -14,6 +14,7 @@ import hashlib
 import pickle
 import random
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 PREFIX = "reasoning-gym/"
@@ -93,9 +94,17 @@ def create(task: str, parameters: dict[str, Any]) -> Any:
         from reasoning_gym import create_dataset
         from reasoning_gym.factory import DATASETS
     if task not in DATASETS:
-        close = difflib.get_close_matches(task, DATASETS, n=3)
-        raise LookupError(f"there is no such task{'; did you mean ' + ', '.join(close) if close else ''}")
+        raise LookupError(f"there is no such task; {_nearest(task, DATASETS) or 'reasoning-gym lists them'}")
+    _, config = DATASETS[task]
+    known = [field.name for field in dataclasses.fields(config)]
+    for name in parameters.keys() - known:
+        raise LookupError(f"there is no parameter {name}; {_nearest(name, known) or 'known are ' + ', '.join(known)}")
     return create_dataset(task, **parameters)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f"did you mean {', '.join(near)}?" if near else None
 
 
 class _seeded:
