@@ -212,7 +212,10 @@ def encode(groups: list[RolloutGroup]) -> bytes:
 def _rounded(logprobs: list[Sequence[float]]) -> pa.Array:
     made = pa.array(logprobs, SCHEMA.field("logprobs").type)
     values = made.values.to_numpy()
-    return pa.LargeListArray.from_arrays(made.offsets, np.where((values > 0) & (values <= ROUNDING), 0, values))
+    positive = values > 0
+    if not positive.any():
+        return made
+    return pa.LargeListArray.from_arrays(made.offsets, np.where(positive & (values <= ROUNDING), 0, values))
 
 
 def _text(text: str | None) -> str | None:
