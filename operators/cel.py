@@ -14,7 +14,7 @@ from pydantic.alias_generators import to_camel
 
 from operators import schema
 from operators.edits import REFUSED, SUSPENDED, TABLE
-from operators.rules import BARE_LAYERS, GENERATES, MANAGED_VARIABLE, NO_ADAPTER
+from operators.rules import BARE_LAYERS, GENERATES, MANAGED_VARIABLE, NO_ADAPTER, NO_COPY, NO_REFERENCE
 from operators.schema import Node
 from operators.spec.pods import GPU
 from pipeline.algorithms.registry import ALGORITHMS
@@ -235,6 +235,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
             ".rollout.adapterLoading",
         ),
         Rule(
+            "self.trainer.offload != 'reference' || has(self.trainer.lora) || "
+            f"self.algorithm.type in {json.dumps([name for name, each in ALGORITHMS.items() if each.critic])} || "
+            "double(self.algorithm.kl.coefficient) > 0.0",
+            NO_REFERENCE,
+            ".trainer.offload",
+        ),
+        Rule(
             "!has(self.output) || self.output.what != 'best' || "
             "(has(self.evaluation.sets) && self.evaluation.sets.size() > 0)",
             "the best version is known by evaluation; add evaluation.sets",
@@ -378,6 +385,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "must divide trainer.nodes: a copy fills whole nodes",
             ".modelReplicas",
         ),
+        Rule("self.offload != 'reference' || !has(self.lora)", NO_COPY, ".offload"),
     ),
     "spec.trainer.resources": tuple(_quantities()),
     "spec.trainer.template.env[]": _TEMPLATE_VARIABLE,

@@ -336,6 +336,7 @@ def _trainer(job: RLJob) -> dict[str, Any]:
         "activation_checkpointing": trainer.activation_checkpointing,
         "max_tokens_per_micro_batch": trainer.max_tokens_per_micro_batch or job.spec.rollout.max_model_len,
         "model_replicas": trainer.model_replicas,
+        "offload": trainer.offload,
         "seed": trainer.seed,
         "stop_grace_s": trainer.stop_grace_seconds,
     }

@@ -14,6 +14,7 @@ from operators.schema import Path
 from operators.spec import RLJob
 from operators.spec.fields import OWN_COUNT, OWN_RATE, amount, is_rate
 from operators.spec.inputs import PromptSource
+from operators.spec.learning import Algorithm
 from operators.spec.pods import GPU, Resources, Template, Toleration
 from pipeline import where
 from pipeline.algorithms.registry import ALGORITHMS
@@ -24,6 +25,8 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 MANAGED_VARIABLE = re.compile(r"(PET_|MASTER_|MILES_).*|RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE")
 BARE_LAYERS = re.compile("(^|,)(lm_head|embed_out|embed_tokens|wte|wpe)(,|$)")
 NO_ADAPTER = "the embedding and the head carry no adapter that vLLM could serve; leave them out"
+NO_COPY = "with lora the base itself is the reference; use all, or remove it"
+NO_REFERENCE = "with algorithm.kl.coefficient 0 there is no reference; raise that, use all, or remove it"
 TURN_BY_TURN = "an environment's reward comes turn by turn and cannot be rescaled as a whole; remove it"
 
 GENERATES = "with data.replayFrom nothing is generated, and stored samples have their rewards; remove it"
@@ -239,10 +242,20 @@ def _trainer(job: RLJob) -> Iterator[Broken]:
         yield (*here, "maxTokensPerMicroBatch"), f"must hold one sample of rollout.maxModelLen, which is {longest}"
     if trainer.nodes % trainer.model_replicas:
         yield (*here, "modelReplicas"), "must divide trainer.nodes: a copy fills whole nodes"
+    if trainer.offload == "reference" and trainer.lora is not None:
+        yield (*here, "offload"), NO_COPY
+    elif trainer.offload == "reference" and not _has_reference(job.spec.algorithm):
+        yield (*here, "offload"), NO_REFERENCE
     if trainer.lora is not None and BARE_LAYERS.search(trainer.lora.targets):
         yield (*here, "lora", "targets"), NO_ADAPTER
     if job.spec.rollout.adapter_loading is not None and trainer.lora is None:
         yield ("spec", "rollout", "adapterLoading"), "there is no adapter to load; set trainer.lora or remove it"
+
+
+def _has_reference(algorithm: Algorithm) -> bool:
+    """A critic has one, too, for valueRegularization."""
+    entry = ALGORITHMS.get(algorithm.type)
+    return float(algorithm.kl.coefficient) > 0 or (entry is not None and entry.critic)
 
 
 def _output(job: RLJob) -> Iterator[Broken]:

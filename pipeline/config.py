@@ -195,6 +195,9 @@ class TrainerConfig(Config):
     """Packed tokens in one forward pass; bounds activation memory."""
     model_replicas: int = 1
     """Copies of model and optimizer among the ranks, each sharded over its part of them; divides their number."""
+    offload: Literal["none", "reference", "all"] = "none"
+    """What lies in the CPU's memory. reference: the frozen copy of full fine-tuning; all: every parameter with its
+    gradient and optimizer state."""
     seed: int = 0
     stop_grace_s: int = 25
     """Longest time from SIGTERM to exit; a checkpoint is written in it."""

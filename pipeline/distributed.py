@@ -9,6 +9,7 @@ Losses carry the denominators of the whole batch, so gradients are SUMMED over r
 
 import dataclasses
 import datetime
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
@@ -125,6 +126,7 @@ def shard(
     dtype: torch.dtype,
     exact: Iterable[nn.Module] = (),
     replicas: int = 1,
+    offload: bool = False,
 ) -> Sharding:
     """Spread `module` over the `device` of all ranks with FSDP2, one group per layer; computes in `dtype`.
 
@@ -133,6 +135,8 @@ def shard(
     Modules in `exact` are groups of their own and compute in the type of their parameters. With several `replicas`
     (HSDP) each is spread over neighbouring ranks only, and gradients are summed over all of them besides.
 
+    With `offload` each rank stores all in the CPU's memory, gradients too, and `device` holds a layer at a time.
+
     Parameters are kept in the type they have (the optimizer's), gradients summed in float32 (float64 if they are).
     Frozen parameters that are small (see UNSHARDED_BYTES) are not sharded: a copy on each rank costs no traffic.
     One rank that computes in its parameters' own type needs none of this and is left plain.
@@ -140,21 +144,21 @@ def shard(
     frozen = {parameter for parameter in module.parameters() if not parameter.requires_grad}
     trained = set(module.parameters()) - frozen
     mixed = any(parameter.dtype != dtype for parameter in trained)
-    if world_size() == 1 and not mixed:
+    if world_size() == 1 and not mixed and not offload:
         return Sharding(module, unsharded=True)
 
-    replicated = frozen if _bytes(frozen) <= _limit(device) else set()
-    unsharded = _bytes(set(module.parameters()) - replicated) <= _limit(device)
-    mesh = _mesh(device, replicas)
+    limit = 0 if offload else _limit(device)
+    replicated = frozen if _bytes(frozen) <= limit else set()
+    unsharded = _bytes(set(module.parameters()) - replicated) <= limit
+    place = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    spread = functools.partial(fully_shard, mesh=_mesh(device, replicas), offload_policy=place)
     precision = MixedPrecisionPolicy(dtype, torch.float32) if mixed else MixedPrecisionPolicy()
     for layer in layers:
-        fully_shard(
-            layer, mesh=mesh, reshard_after_forward=not unsharded, mp_policy=precision, ignored_params=replicated
-        )
+        spread(layer, reshard_after_forward=not unsharded, mp_policy=precision, ignored_params=replicated)
     for part in exact:
-        fully_shard(part, mesh=mesh, reshard_after_forward=not unsharded)
-    # Embedding and head: the backward pass begins with them.
-    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=precision, ignored_params=replicated)
+        spread(part, reshard_after_forward=not unsharded)
+    # Embedding and head: the backward pass begins with them, where there is one.
+    spread(module, reshard_after_forward=offload and not trained, mp_policy=precision, ignored_params=replicated)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)

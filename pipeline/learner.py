@@ -307,7 +307,7 @@ class Learner:
         """AdamW's state as it is before its first step, so that a checkpoint can be loaded into it."""
         for parameter in itertools.chain(self.parameters.values(), self.critic_parameters.values()):
             self.optimizer.state[parameter] = {
-                "step": torch.tensor(0.0, device=self.device),
+                "step": torch.tensor(0.0, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             }

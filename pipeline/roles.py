@@ -3,7 +3,8 @@
 With LoRA one frozen base plays all: the policy is one adapter, the critic another with a value head, the reference is
 the base with its adapters disabled, and the critic as it began is that base under the head's initial weights, which are
 kept. In full fine-tuning the critic is a model of its own; reference and initial critic share one frozen copy of the
-base. What nobody asks for is not there: no frozen copy without KL or value regularisation.
+base. What nobody asks for is not there: no frozen copy without KL or value regularisation. That copy, or every model,
+may lie in the CPU's memory (`trainer.offload`).
 """
 
 from collections.abc import Callable
@@ -50,12 +51,12 @@ class Roles:
             self.reference = frozen.reference
         if to_initial:
             self.initial_values = frozen.initial_values
-        self._models = {self.policy, self.critic or self.policy, frozen}
+        self.models = {self.policy, self.critic or self.policy, frozen}
 
     @property
     def operations(self) -> int:
         """Floating-point operations of all passes so far, on this rank."""
-        return sum(each.operations for each in self._models)
+        return sum(each.operations for each in self.models)
 
     def own_parameters(self) -> dict[str, torch.nn.Parameter]:
         """All that is trained, as this rank stores it, by its name in checkpoints."""
@@ -78,7 +79,13 @@ def _sharded(config: RunConfig, device: torch.device, load: Load, **options: boo
     built = model.build(config, device, **options)
     heads = [] if built.value_head is None else [built.value_head]
     sharding = distributed.shard(
-        built, built.layers, device, built.dtype, exact=heads, replicas=config.trainer.model_replicas
+        built,
+        built.layers,
+        device,
+        built.dtype,
+        exact=heads,
+        replicas=config.trainer.model_replicas,
+        offload=built.offloaded,
     )
     load(built, config, device)
     return built, sharding

@@ -293,8 +293,8 @@ def _explained(error: Exception) -> tuple[int, str]:
         return termination.USER_ERROR, str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return termination.FAILED, (
-            f"out of GPU memory: lower trainer.max_tokens_per_micro_batch, set trainer.activation_checkpointing, "
-            f"or use more processes ({error})"
+            f"out of GPU memory: lower trainer.max_tokens_per_micro_batch, set trainer.activation_checkpointing or "
+            f"trainer.offload, or use more processes ({error})"
         )
     return termination.FAILED, f"{type(error).__name__}: {error}"
 

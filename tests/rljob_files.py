@@ -214,6 +214,7 @@ POOLS: dict[str, list[Any]] = (
         ],
         "spec.trainer.processesPerNode": [Plain(text) for text in ("1", "2", "8", "16", "17")],
         "spec.trainer.nodes": [Plain(text) for text in ("1", "2", "6", "0")],
+        "spec.trainer.offload": ["none", "reference", "all", "some"],
         "spec.trainer.modelReplicas": [Plain(text) for text in ("1", "2", "3", "0")],
         "spec.trainer.maxTokensPerMicroBatch": [Plain(text) for text in ("64", "4095", "4096", "16384")],
         "spec.store.uri": [

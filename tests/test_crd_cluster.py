@@ -92,6 +92,8 @@ BREAKS = [
     job(data={"replayFrom": {"uri": "s3://team-a/miles/x"}}, rewards=[REWARD]),
     job(data={"replayFrom": {"uri": "s3://team-a/miles/x"}}, output={"uri": "s3://team-a/miles/x/model"}),
     job(trainer__nodes=4, trainer__modelReplicas=3),
+    job(trainer__offload="reference"),
+    job(trainer__offload="reference", trainer__lora={}, algorithm__kl={"coefficient": "0.1"}),
     job(data__sets=[{"uri": "s3://data/a.csv"}], rewards=[REWARD]),
     job(data__sets=[{"uri": "s3://data/_.jsonl"}], rewards=[REWARD]),
     job(data__sets=[{"uri": "s3://data/a.jsonl"}]),
@@ -312,6 +314,7 @@ def test_the_fields_that_the_server_fills_in_are_the_defaults_of_the_spec(judge)
         "compile": False,
         "activationCheckpointing": False,
         "modelReplicas": 1,
+        "offload": "none",
         "stopGraceSeconds": 25,
     }
     read, _ = manifest.check(made)

@@ -109,7 +109,7 @@ def machines(device: Device = DEVICES["H100"], **changes: float) -> Machines:
 def took(**parts: float) -> Rehearsal:
     """In GiB by part; 2 micro-batches of 1,000 tokens, 4·10¹² operations and 6·10⁹ bytes for both."""
     memory = {name.replace("_", " "): int(size * GIB) for name, size in parts.items()}
-    return Rehearsal(10**9, memory, operations=4 * 10**12, traffic=6 * 10**9, micro_batches=2, tokens=2000)
+    return Rehearsal(10**9, memory, offloaded=0, operations=4 * 10**12, traffic=6 * 10**9, micro_batches=2, tokens=2000)
 
 
 @pytest.fixture
@@ -140,6 +140,29 @@ def test_the_reference_of_full_fine_tuning_is_a_second_model(config):
     plain, with_reference = rehearse(config, 1), rehearse(config.model_copy(update={"algorithm": algorithm}), 1)
     assert with_reference.memory["weights"] == pytest.approx(2 * plain.memory["weights"], rel=0.01)
     assert with_reference.memory["optimizer"] == plain.memory["optimizer"]
+
+
+def offloading(config: RunConfig, what: str) -> RunConfig:
+    algorithm = config.algorithm.model_copy(update={"kl_coefficient": 0.1})
+    trainer = config.trainer.model_copy(update={"offload": what})
+    return config.model_copy(update={"trainer": trainer, "algorithm": algorithm})
+
+
+def test_what_is_offloaded_is_counted_apart_from_the_device(config):
+    none, reference, whole = (rehearse(offloading(config, what), 2) for what in ("none", "reference", "all"))
+    assert none.offloaded == 0
+    model = none.memory["weights"] / 1.5  # the policy is shared by the two ranks, each has the reference whole
+    assert reference.offloaded == pytest.approx(model / 2, rel=0.02)
+    assert reference.memory["weights"] == pytest.approx(model / 2, rel=0.02)
+    assert whole.memory["weights"] < 0.01 * model, "more than buffers"
+    assert whole.memory.keys().isdisjoint({"optimizer", "gradients"})
+    # Half of each, by rank: policy, reference, gradients, and AdamW's two moments.
+    assert whole.offloaded == pytest.approx(5 * model / 2, rel=0.02)
+
+
+async def test_a_plan_says_what_the_nodes_own_memory_must_hold(config):
+    page, _ = await planner.plan(offloading(config, "all"), machines(), None, None)
+    assert "of the node's own memory, for all its processes" in page
 
 
 @pytest.mark.parametrize("training", ["full", "lora"])

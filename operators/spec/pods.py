@@ -169,6 +169,10 @@ class Trainer(Model):
     """Train an adapter; {} takes the defaults. Default: full fine-tuning."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights in forward and backward passes. auto: bfloat16 on GPUs, float32 on a CPU."""
+    offload: Literal["none", "reference", "all"] = "none"
+    """What lies in the node's own memory and comes to the GPUs layer by layer. reference: the frozen copy of the model
+    that full fine-tuning with algorithm.kl needs; all: every weight, every gradient, and the optimizer, which steps on
+    the CPU. It saves so much of the GPUs' memory, for slower passes; `miles plan` counts both."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the adapter's initial weights."""
     compile: bool = False

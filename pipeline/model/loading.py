@@ -41,7 +41,9 @@ def load(policy: Policy, config: RunConfig, device: torch.device) -> None:
     _draw(policy, config.trainer.seed)
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(name in trained)
-    policy.to(device)
+    policy.to("cpu" if policy.offloaded else device)
+    for module in policy.modules():
+        module._buffers.update({name: buffer.to(device) for name, buffer in module.named_buffers(recurse=False)})
     if isinstance(policy.base.get_output_embeddings(), nn.Identity):
         return  # a critic by itself; the policy is the same model
     with torch.compiler.set_stance("force_eager"):  # two short passes are not worth compiling for

@@ -37,6 +37,8 @@ class Policy(nn.Module):
         """Whether entropies are trained; without it they are only reported."""
         self.dtype = dtype
         """What it computes in; parameters that are trained may be kept in float32."""
+        self.offloaded = False
+        """Whether its parameters lie in the CPU's memory, wherever it computes."""
         self.operations = 0
         """Floating-point operations of all passes so far, see flops."""
         self.value_head: nn.Linear | None = None
@@ -178,6 +180,7 @@ def build(
     except (AttributeError, StopIteration) as error:
         name = type(built.base).__name__
         raise ValueError(f"model.uri: {config.model.uri} ({name}) cannot be trained: {error}") from None
+    built.offloaded = trainer.offload == "all" or (frozen and trainer.offload == "reference")
     if not policy:
         built.base.set_output_embeddings(nn.Identity())
     if critic:

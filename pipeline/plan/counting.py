@@ -29,6 +29,8 @@ PLACES = {
     "/torch/optim/": "optimizer",
 }
 """What memory is for, by the innermost of these files on the stack when it is allocated; activations besides."""
+OFFLOADED = "offloaded"
+"""What is assigned to this part lies in the CPU's memory, apart from the rest and from its peak."""
 STEP = 1.002
 """Gradients are told from activations whenever memory has grown by this factor."""
 
@@ -49,12 +51,15 @@ class Counting(TorchDispatchMode):
         """Bytes held, by part."""
         self.peak: Counter[str] = Counter()
         """The same when their sum was largest."""
+        self.offloaded = 0
+        """Bytes of that part when it was largest."""
         self.operations = 0
         """Floating-point operations of matrix products and attention."""
         self.traffic = 0
         """Bytes that collectives bring to this rank or take from it."""
         self.gradients: Callable[[], Iterable[Tensor]] = tuple
         """Those that are held just then."""
+        self.gradients_part = "gradients"
         self._held = WeakIdKeyDictionary()  # storage → [part, bytes]
         self._examined = 0
 
@@ -65,6 +70,7 @@ class Counting(TorchDispatchMode):
             self.parts[entry[0]] -= entry[1]
             entry[0] = part
             self.parts[part] += entry[1]
+        self.offloaded = max(self.offloaded, self.parts[OFFLOADED])
 
     def __enter__(self) -> "Counting":
         self._resize, seen = torch.UntypedStorage.resize_, self._resized
@@ -111,12 +117,14 @@ class Counting(TorchDispatchMode):
             return
         self.parts[entry[0]] += storage.nbytes() - entry[1]
         entry[1] = storage.nbytes()
-        held = self.parts.total()
-        if held > STEP * self._examined:
-            self._examined = held
-            self.assign("gradients", self.gradients())
-        if held > self.peak.total():
-            self.peak = Counter(self.parts)
+        if self._on_device() > STEP * self._examined:
+            self.assign(self.gradients_part, self.gradients())
+            self._examined = self._on_device()
+        if self._on_device() > self.peak.total():
+            self.peak = Counter({part: size for part, size in self.parts.items() if part != OFFLOADED})
+
+    def _on_device(self) -> int:
+        return self.parts.total() - self.parts[OFFLOADED]
 
 
 def _ones(tensor: FakeTensor) -> np.ndarray:

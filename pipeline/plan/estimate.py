@@ -1,9 +1,10 @@
 """From what a step takes to verdicts, times and advice; pure arithmetic.
 
 Training: operations over the efficient part of the stated throughput, or bytes over the network's, whichever takes
-longer. Generation: a server makes one token of each of its sequences per pass, which reads all weights and the
-sequences' keys and values from memory, or computes, whichever takes longer; prompts are not counted, and sequences are
-half grown on average. The two overlap (algorithm.maxStaleness), so a step takes as long as the longer one.
+longer; what offloading moves to a device and back is not counted. Generation: a server makes one token of each of its
+sequences per pass, which reads all weights and the sequences' keys and values from memory, or computes, whichever takes
+longer; prompts are not counted, and sequences are half grown on average. The two overlap (algorithm.maxStaleness), so a
+step takes as long as the longer one.
 """
 
 import dataclasses
@@ -40,6 +41,8 @@ class TrainerEstimate:
     memory_gib: dict[str, float]
     """By part, at the peak; `reserve` is what the device's own software takes."""
     available_gib: float
+    offloaded_gib: float
+    """Of the node's own memory, for all its processes."""
     micro_batches: int
     """Of one process in a step."""
     compute_s: float
@@ -87,6 +90,7 @@ def trainer(machines: Machines, took: Rehearsal, micro_batches: int, tokens: int
     return TrainerEstimate(
         memory_gib=memory,
         available_gib=device.memory_gib,
+        offloaded_gib=machines.processes_per_node * took.offloaded / GIB,
         micro_batches=micro_batches,
         compute_s=operations / (device.tflops * 1e12 * machines.efficiency),
         network_s=traffic / (machines.network_gbs * 1e9),
@@ -151,6 +155,11 @@ def _for_trainer(config: RunConfig, machines: Machines, training: TrainerEstimat
             f"more training processes: {needed} (now {machines.ranks}) share weights, gradients and optimizer so that "
             f"the {excess:.1f} GiB too many are gone: spec.trainer.nodes: "
             f"{math.ceil(needed / machines.processes_per_node)}"
+        )
+    if config.trainer.offload != "all":
+        found.append(
+            f"spec.trainer.offload: all: {state:.1f} GiB of weights, gradients and optimizer in the node's own memory "
+            "instead, for much longer steps"
         )
     if config.trainer.lora is None:
         found.append("spec.trainer.lora: {}: gradients and optimizer of an adapter only, and weights in two bytes each")

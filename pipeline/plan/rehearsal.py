@@ -18,7 +18,7 @@ from pipeline.batching import Batch
 from pipeline.config import RunConfig
 from pipeline.experience import Ragged
 from pipeline.learner import Learner
-from pipeline.plan.counting import Counting
+from pipeline.plan.counting import OFFLOADED, Counting
 
 MICRO_BATCHES = 2
 """Of each update: the second one meets the gradients of the first."""
@@ -32,6 +32,8 @@ class Rehearsal:
     """Of the model, without adapters."""
     memory: dict[str, int]
     """Bytes by part when their sum is largest: weights, gradients, optimizer, gathered layers, activations, logits."""
+    offloaded: int
+    """Bytes in the CPU's memory."""
     operations: int
     traffic: int
     """Bytes that collectives bring to the rank or take from it."""
@@ -47,11 +49,15 @@ def rehearse(config: RunConfig, ranks: int) -> Rehearsal:
     def allocate(policy: model.Policy, config: RunConfig, device: torch.device) -> None:
         with fake:
             model.allocate(policy, device)
-        counting.assign("weights", [*policy.parameters(), *policy.buffers()])
+        counting.assign(OFFLOADED if policy.offloaded else "weights", policy.parameters())
+        counting.assign("weights", policy.buffers())
 
     with _without_peers(ranks):
         learner = Learner(config, distributed.CPU, allocate)
-        counting.assign("optimizer", (t for state in learner.optimizer.state.values() for t in state.values()))
+        state = "optimizer"
+        if config.trainer.offload == "all":
+            state = counting.gradients_part = OFFLOADED
+        counting.assign(state, (t for state in learner.optimizer.state.values() for t in state.values()))
         counting.gradients = lambda: _gradients(learner)
         batch = full_batch(config, ranks)
         with fake, counting:
@@ -59,6 +65,7 @@ def rehearse(config: RunConfig, ranks: int) -> Rehearsal:
     return Rehearsal(
         parameters=sum(parameter.numel() for parameter in _original(learner.policy)),
         memory={part: size for part, size in counting.peak.items() if size},
+        offloaded=counting.offloaded,
         operations=counting.operations,
         traffic=counting.traffic,
         **share(config, batch, ranks),

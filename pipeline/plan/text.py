@@ -51,6 +51,8 @@ def _trainer(training: TrainerEstimate) -> Iterator[str]:
             yield f"  {part:<28}{training.memory_gib[part]:9.2f}"
     verdict = "fits" if training.fits else "does not fit"
     yield f"  {'total':<28}{training.peak_gib:9.2f}  of {training.available_gib:g}: {verdict}"
+    if training.offloaded_gib:
+        yield f"  {'offloaded':<28}{training.offloaded_gib:9.2f}  of the node's own memory, for all its processes"
 
 
 def _rollout(machines: Machines, serving: RolloutEstimate) -> Iterator[str]:
