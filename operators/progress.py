@@ -226,20 +226,25 @@ class Progress:
         """What was achieved, as (label, text). final: the trainer's own summary, {} if it has not come to write one."""
         steps = final.get("steps", self.trainer.get("step", 0))
         rows = [("steps", f"{steps} of {self.trainer.get('total_steps') or final.get('steps', '?')}")]
-        rows.append(("duration", duration(time.monotonic() - self.began)))
+        # Where nothing was started, the figures are those of the run as it was.
+        seconds = time.monotonic() - self.began if self.processes else final.get("duration_s", 0.0)
+        rows.append(("duration", duration(seconds)))
         speed = final.get("samples_per_s") or self.samples_per_s()
         if speed:
             rows.append(("speed", f"{speed:.2f} samples/s once it was running"))
-        if self.rewards:
-            first, last = next(iter(self.rewards.values())), next(reversed(self.rewards.values()))
-            rows.append(("reward", f"{number(last)} {sparkline(list(self.rewards.values()))} (from {number(first)})"))
+        whole, seen = final.get("reward") or {}, list(self.rewards.values())
+        course = [*([whole["first"]] if whole else []), *seen, *([whole["last"]] if whole else [])]
+        if course:
+            words = [number(course[-1]), sparkline(seen), f"(from {number(course[0])})"]
+            rows.append(("reward", " ".join(filter(None, words))))
         rows += self._evaluations(final.get("evaluation") or {})
         dropped = final.get("dropped") or self.trainer.get("dropped") or {}
         if any(dropped.values()):
             rows.append(("dropped", ", ".join(f"{reason} {n}" for reason, n in dropped.items() if n)))
         if self.restarts:
             rows.append(("restarts", str(self.restarts)))
-        rows.append(("memory", f"{self.peak_memory / GIB:.1f} GiB at most, all processes together"))
+        if self.peak_memory:
+            rows.append(("memory", f"{self.peak_memory / GIB:.1f} GiB at most, all processes together"))
         return rows
 
     def _evaluations(self, improvements: Mapping[str, Status]) -> list[tuple[str, str]]:

@@ -61,6 +61,8 @@ class RunFolder:
         self._summary = self.path / "summary.json"
         self.earlier: dict[str, Any] = {}
         """The summary of an earlier run of the command that came to the end."""
+        self.is_same_job = False
+        """Whether the job that is claimed is the one that ran here last, in every field."""
 
     def __enter__(self) -> "RunFolder":
         """Raises ValueError where the folder cannot be that of a run."""
@@ -146,6 +148,7 @@ class RunFolder:
         kept = self._kept_job()
         if kept is not None:
             self._check_edits(_absolute(kept, platform), content)
+        self.is_same_job = kept is not None and _absolute(kept, platform) == content
         self._before = {name: self._bytes(name) for name in RESTORED}
         self._claimed = True
         self._write(self.path / "rljob.json", json.dumps(content, indent=2))

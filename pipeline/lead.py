@@ -166,12 +166,15 @@ class Lead:
             return
         statistics = self.coordinator.statistics()
         began = await self.storage.head("run.json")
-        rows = self.rows or await metrics.stored(self.storage)
+        # Those of earlier trainers are in the store alone.
+        rows = self.rows if len(self.rows) == version.step else await metrics.stored(self.storage)
+        rewards = [value for row in rows if (value := row.get("reward/mean")) is not None]
         content = {
             "run_id": self.config.run_id,
             "steps": version.step,
             "term": version.term,
             "duration_s": self.clock.now() - (began.modified if began else self.started),
+            "reward": {"first": rewards[0], "last": rewards[-1]} if rewards else None,
             "evaluation": self.scoreboard.improvement(),
             "dropped": statistics["dropped"],
             "samples_per_s": metrics.steady_rate(rows, "samples"),

@@ -5,6 +5,7 @@ and TensorBoard files in tensorboard/. Every row names its term: after a resume 
 and readers take the row of the highest term.
 """
 
+import asyncio
 import contextlib
 import json
 import math
@@ -16,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from pipeline.algorithms import groups as group_statistics
-from pipeline.storage import Storage
+from pipeline.storage import Object, Storage
 from pipeline.versions import Version
 
 FOLDER = "metrics/v1"
+GETS_AT_ONCE = 32
 RUN_FOLDER_VARIABLE = "MILES_RUN_DIR"
 
 Row = dict[str, float]
@@ -38,7 +40,13 @@ async def stored(storage: Storage) -> list[Row]:
         with contextlib.suppress(ValueError):  # no row of ours
             version = Version.parse(info.key.rsplit("/", 1)[-1].removesuffix(".json"))
             newest[version.step] = max(version, newest.get(version.step, version))
-    found = [await storage.get(f"{FOLDER}/{newest[step]}.json") for step in sorted(newest)]
+    gate = asyncio.Semaphore(GETS_AT_ONCE)
+
+    async def get(version: Version) -> Object | None:
+        async with gate:
+            return await storage.get(f"{FOLDER}/{version}.json")
+
+    found = await asyncio.gather(*(get(newest[step]) for step in sorted(newest)))
     return [json.loads(each.data) for each in found if each]
 
 

@@ -87,7 +87,8 @@ def trainer() -> int:
             return 4
         if behaviour not in ("hang", "silent"):
             state.update(step=state["step"] + 1, reward_mean=0.1 * state["step"])
-    summary = {"steps": TOTAL_STEPS, "samples_per_s": float(os.environ.get("STAND_IN_RATE", "12.5"))}
+    run_id = json.loads(pathlib.Path(os.environ["MILES_CONFIG"]).read_text())["run_id"]
+    summary = {"run_id": run_id, "steps": TOTAL_STEPS, "samples_per_s": float(os.environ.get("STAND_IN_RATE", "12.5"))}
     (RUN_DIR / "summary.json").write_text(json.dumps(summary))
     return 0
 

@@ -114,6 +114,12 @@ def processes_of(folder: pathlib.Path) -> list[int]:
     return found
 
 
+def another(run: Run) -> None:
+    """Let go of the folder, for the next run in it."""
+    os.close(run.folder.lock)
+    run.folder.lock = os.open(os.devnull, os.O_RDONLY)  # closed again by the fixture
+
+
 async def test_a_run_completes_and_says_what_was_achieved(
     start: Start, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,8 +264,8 @@ async def test_ports_in_use_are_evaded(start: Start, tmp_path: pathlib.Path) -> 
 async def test_the_same_command_resumes_with_the_same_run_id(start: Start, tmp_path: pathlib.Path) -> None:
     first = start()
     assert await first.execute() == 0
-    first.folder.__exit__(None, None, None)
-    first.folder.lock = os.open(os.devnull, os.O_RDONLY)  # closed again by the fixture
+    (tmp_path / "run" / "summary.json").unlink()  # as if it had not come to the end
+    another(first)
     second = start()
     assert second.folder.run_id == first.folder.run_id
     assert await second.execute() == 0
@@ -321,6 +327,30 @@ async def test_a_complete_run_that_is_run_again_says_so_and_keeps_its_figures(
     shown = capsys.readouterr().out
     assert "sums: complete already, nothing was trained; for more steps, raise spec.algorithm.totalSteps" in shown
     assert "99.50 samples/s" in shown
+
+
+async def test_a_complete_run_that_is_run_again_as_it_was_starts_nothing_and_shows_the_kept_figures(
+    start: Start, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = start()
+    assert await first.execute() == 0
+    kept = json.loads((tmp_path / "run" / "summary.json").read_text())
+    kept |= {"duration_s": 90.0, "reward": {"first": 0.125, "last": 0.75}}
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(kept))
+    before = notes(tmp_path)
+    another(first)
+    capsys.readouterr()
+    second = start()
+    assert await second.execute() == 0
+    shown = capsys.readouterr().out
+    assert notes(tmp_path) == before
+    assert "sums: complete already, nothing was trained; for more steps, raise spec.algorithm.totalSteps" in shown
+    for words in ("3 of 3", "duration   1m 30s", "12.50 samples/s", "0.750 (from 0.125)", "miles report"):
+        assert words in shown
+    assert "GiB" not in shown
+    another(second)
+    assert await start(job(checkpoint={"everySteps": 2})).execute() == 0
+    assert len(notes(tmp_path)) > len(before), "an edited job is run"
 
 
 async def test_fewer_total_steps_than_are_done_are_said_in_words(

@@ -171,6 +171,13 @@ def test_the_summary_takes_what_the_trainer_has_summed_up(progress: Progress) ->
     assert "eval new" not in rows
 
 
+def test_the_summary_of_a_run_that_went_on_begins_with_its_first_step(progress: Progress) -> None:
+    progress.observe({"step": 120, "total_steps": 200, "reward_mean": 0.4}, {}, 0)
+    rows = dict(progress.summary({"steps": 200, "reward": {"first": 0.1, "last": 0.8}}))
+    assert rows["reward"].startswith("0.800 ")
+    assert rows["reward"].endswith(" (from 0.100)")
+
+
 def test_the_summary_of_a_run_that_was_stopped_tells_what_was_seen(progress: Progress) -> None:
     for step, value in ((0, 0.25), (20, 0.5)):
         metrics = {"avg@1": value, "step": step}
