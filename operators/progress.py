@@ -198,14 +198,14 @@ class Progress:
     def picture(self) -> str:
         """All lines of the live display."""
         rows = [("reward", self.reward_line()), ("speed", self.speed_line()), *self.component_lines()]
-        rows.append(("waits", self.waiting_for()))
+        rows.append(("now", self.waiting_for()))
         return "\n".join([self.headline(), *(f"{name:<8} {text}" for name, text in rows if text)])
 
     def line(self) -> str:
         """The same in one line, for a log."""
         stamp = f"[{clock_time(time.monotonic() - self.began)}]"
         if not self.trainer.get("step"):
-            return f"{stamp} waiting: {self.waiting_for() or self.phase()}"
+            return f"{stamp} {self.waiting_for() or self.phase()}"
         status = self.trainer
         parts = [f"step {status['step']}/{status.get('total_steps', '?')}"]
         if status.get("reward_mean") is not None:
@@ -220,7 +220,7 @@ class Progress:
         if status.get("eta_s") is not None:
             parts.append(f"ETA {duration(status['eta_s'])}")
         waits = self.waiting_for()
-        return " · ".join([f"{stamp} {parts[0]}", *filter(None, parts[1:])]) + (f" · waits: {waits}" if waits else "")
+        return " · ".join([f"{stamp} {parts[0]}", *filter(None, parts[1:])]) + (f" · {waits}" if waits else "")
 
     def summary(self, final: Status) -> list[tuple[str, str]]:
         """What was achieved, as (label, text). final: the trainer's own summary, {} if it has not come to write one."""

@@ -87,7 +87,10 @@ class Coordinator:
     @property
     def waiting_for(self) -> str | None:
         """What the run waits for, in words."""
-        return self._outage or self._wanted
+        request = self.assignments.current
+        if self._outage or self._wanted is None or request is None or self.ledger.delivered:
+            return self._outage or self._wanted
+        return f"the evaluation of step {request.step}, which comes first; then {self._wanted}"
 
     @property
     def replaying(self) -> bool:

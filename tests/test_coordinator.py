@@ -570,6 +570,15 @@ async def test_dynamic_sampling_gives_up_after_ten_times_a_step_and_trains_what_
 # Waiting
 
 
+async def test_it_says_that_an_evaluation_comes_first(scene: Scene):
+    trainer, writer = await scene.trainer(), await scene.writer("rollout-0")
+    await keep_alive(scene, writer, Version(1, 0))
+    await scene.tick(trainer)
+    await trainer.evaluate(0, Version(1, 0))
+    told = await waits_for(trainer, 1)
+    assert told.startswith("the evaluation of step 0, which comes first; then more groups: 0 of 2 ready")
+
+
 async def test_it_says_that_no_worker_has_registered(scene: Scene):
     trainer = await scene.trainer()
     await scene.tick(trainer)

@@ -116,6 +116,13 @@ def test_what_workers_and_trainer_say_they_wait_for_is_passed_on(progress: Progr
     assert progress.waiting_for() is None
 
 
+def test_what_is_waited_for_is_said_once() -> None:
+    progress = Progress("sums", 32, 3)
+    progress.observe({"step": 0, "waiting_for": "groups of step 1"}, {}, 0)
+    assert progress.line() == "[00:00:00] the trainer waits for groups of step 1"
+    assert "now      the trainer waits for groups of step 1" in progress.picture()
+
+
 def test_a_trainer_that_is_started_again_is_not_shown_as_it_was(progress: Progress) -> None:
     progress.observe(STATUS | {"waiting_for": "groups of step 13"}, {}, 0)
     progress.observe(None, {}, 0)
@@ -127,7 +134,7 @@ def test_a_trainer_that_is_started_again_is_not_shown_as_it_was(progress: Progre
 
 def test_nothing_known_still_gives_a_line_and_a_picture_and_a_summary() -> None:
     progress = Progress("sums", 32, 3)
-    assert progress.line() == "[00:00:00] waiting: starting"
+    assert progress.line() == "[00:00:00] starting"
     assert progress.picture() == "sums  starting for 0s"
     assert dict(progress.summary({}))["steps"] == "0 of ?"
 

@@ -130,7 +130,7 @@ def test_answers_that_are_no_text_are_written_as_json(tmp_path: pathlib.Path) ->
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"answer": "1"}, "missing"),
+        ({"answer": "1"}, "without the field 'prompt'"),
         ({"prompt": "  \n"}, "blank"),
         ({"prompt": []}, "blank"),
         ({"prompt": "good"}, "repeated"),

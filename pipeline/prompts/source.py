@@ -196,7 +196,7 @@ class FileSet:
                 break
             try:
                 row = self._row(number)
-                reason = _unusable(row.get(field)) or _repeated(row, field, self._config.answer_field, seen)
+                reason = _unusable(row.get(field), field) or _repeated(row, field, self._config.answer_field, seen)
             except RecursionError:
                 reason = "nested too deeply"
             if reason is None:
@@ -210,7 +210,7 @@ class FileSet:
 
     def _report(self, count: int, kept: int, first: str) -> None:
         where = f"data set {self.name} ({self._config.uri})"
-        if count and not kept and set(self.left_out) == {"missing"}:
+        if count and not kept and set(self.left_out) == {_without(self._config.prompt_field)}:
             if any(self._config.prompt_field in self._row(number) for number in range(count)):
                 raise ValueError(
                     f"{where}: the field {self._config.prompt_field!r} is empty in every row; "
@@ -228,10 +228,10 @@ class FileSet:
             logger.warning("%s: left out %s of its %d rows, first %s", where, reasons, count, first)
 
 
-def _unusable(content: Any) -> str | None:
-    """Why a row's prompt cannot be used; None if it can."""
+def _unusable(content: Any, field: str) -> str | None:
+    """Why a row's prompt, its `field`, cannot be used; None if it can."""
     if content is None:
-        return "missing"
+        return _without(field)
     if isinstance(content, str):
         return "blank" if not content.strip() else _undecodable(content)
     if not isinstance(content, list):
@@ -244,6 +244,10 @@ def _unusable(content: Any) -> str | None:
     if content[-1]["role"] == "assistant":
         return "ends with an assistant's message"
     return _undecodable(json.dumps(content, ensure_ascii=False, default=str))
+
+
+def _without(field: str) -> str:
+    return f"without the field {field!r}"
 
 
 def _undecodable(text: str) -> str | None:
