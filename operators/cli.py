@@ -14,7 +14,7 @@ try:
     import pydantic
     import yaml
 
-    from operators import explain, manifest, rules
+    from operators import containers, explain, manifest, rules
     from operators.children import children
     from operators.machine import gpu_ids
     from operators.missing import missing
@@ -195,7 +195,9 @@ def plan(arguments: list[str]) -> int:
         "devices-per-server": platform.rollout_gpus(rollout) or 1,
     }
     command += ["/dev/stdin", *(f"--{name}={value}" for name, value in sizes.items())]
-    command += [] if platform.trainer_gpus(trainer) else ["--device=cpu"]
+    if not platform.trainer_gpus(trainer):
+        command += ["--device=cpu", f"--cpu-cache={containers.cpu_cache(job)}"]
+        command += ["--one-machine"] if platform.local else []
     return subprocess.run([*command, *rest], input=config.model_dump_json(), text=True).returncode
 
 

@@ -30,6 +30,8 @@ STATUS_PORT = 8001
 MASTER_PORT = 29500
 LOOPBACK = "127.0.0.1"
 SHARED_GPU_FRACTION = 0.4  # of a GPU's memory, for vLLM, where trainer and server share one
+CPU_CACHE = {"name": "VLLM_CPU_KVCACHE_SPACE", "value": "1"}
+"""GiB of keys and values that a server on a CPU holds, unless the job's own variables say otherwise."""
 STARTUP = {"periodSeconds": 10, "failureThreshold": 60}
 
 Dict = dict[str, Any]
@@ -180,7 +182,7 @@ def reward_model(reward: Reward, platform: Platform, image: str) -> Dict:
         "image": image,
         "command": ["python", "-m", "pipeline.vllm_server"],
         "args": arguments,
-        "env": [*_server_environment(platform), *([] if on_gpu else [_value("VLLM_CPU_KVCACHE_SPACE", "1")])],
+        "env": [*_server_environment(platform), *([] if on_gpu else [CPU_CACHE])],
         "ports": [{"name": "http", "containerPort": REWARD_PORT}],
         "startupProbe": _probe("/health", "http") | STARTUP,
         "readinessProbe": _probe("/health", "http") | {"periodSeconds": 10, "failureThreshold": 3},
@@ -265,6 +267,12 @@ def _shares_gpus(job: RLJob, platform: Platform) -> bool:
     return platform.local and wanted > platform.gpus
 
 
+def cpu_cache(job: RLJob) -> str:
+    """GiB of keys and values of a server on a CPU."""
+    own = {entry.name: entry.value for entry in job.spec.rollout.template.env}
+    return own.get(CPU_CACHE["name"]) or str(CPU_CACHE["value"])
+
+
 def _server_environment(platform: Platform) -> list[Dict]:
     return [
         *_common(platform),
@@ -276,7 +284,7 @@ def _server_environment(platform: Platform) -> list[Dict]:
 
 def _cpu_environment(job: RLJob, platform: Platform) -> list[Dict]:
     """vLLM on a CPU would bind its threads to all cores of the node but one, whatever the pod's share."""
-    environment = [_value("VLLM_CPU_KVCACHE_SPACE", "1")]
+    environment = [CPU_CACHE]
     cores = platform.cpus // max(1, job.spec.rollout.replicas) if platform.local else cpus(job.spec.rollout.resources)
     if platform.local or cores:
         threads = str(max(1, cores))

@@ -1,6 +1,7 @@
 """What accelerators can do, as their data sheets say (NVIDIA's, SXM where nothing else is said; AMD's)."""
 
 import dataclasses
+import math
 import re
 
 
@@ -11,17 +12,23 @@ class Device:
     name: str
     memory_gib: float
     tflops: float
-    """Largest dense bfloat16 (on a CPU float32) matrix throughput, 10¹² operations/s."""
+    """Largest dense bfloat16 (on a CPU float32) matrix throughput, 10¹² operations/s; nan: unknown."""
     bandwidth_gbs: float
-    """Of its memory, 10⁹ bytes/s."""
+    """Of its memory, 10⁹ bytes/s; nan: unknown."""
     reserve_gib: float = 0.0
-    """Taken by CUDA, NCCL and cuBLAS before anything else."""
+    """Taken by CUDA, NCCL and cuBLAS, or on a CPU by Python and PyTorch, before anything else."""
     slack: float = 0.0
     """Share of the allocated memory that is lost to fragments."""
+
+    @property
+    def timed(self) -> bool:
+        """Whether it is known how fast it is."""
+        return not (math.isnan(self.tflops) or math.isnan(self.bandwidth_gbs))
 
 
 GPU_RESERVE_GIB = 2.0
 GPU_SLACK = 0.05
+CPU_RESERVE_GIB = 1.0
 GPUS = {
     name: Device(name, memory, tflops, bandwidth, GPU_RESERVE_GIB, GPU_SLACK)
     for name, memory, tflops, bandwidth in (
@@ -39,8 +46,9 @@ GPUS = {
         ("MI300X", 192, 1307, 5300),
     )
 }
-DEVICES = GPUS | {"cpu": Device("cpu", 8, 0.1, 20)}
-"""By the name that `miles plan --device` takes."""
+DEVICES = GPUS | {"cpu": Device("cpu", 8, math.nan, math.nan, CPU_RESERVE_GIB)}
+"""By the name that `miles plan --device` takes. CPUs differ too much to say how fast a process is that has some
+cores of one."""
 
 
 def peak_tflops(driver_name: str) -> float | None:

@@ -22,6 +22,7 @@ import numpy as np
 
 try:
     import torch
+    import transformers
     from torch import Tensor
 
     from pipeline import archive, batching, checkpoint, distributed
@@ -97,6 +98,7 @@ class Watched:
 
 
 def main() -> int:
+    transformers.utils.logging.disable_progress_bar()
     options = _arguments()
     try:
         with running() as background:

@@ -221,7 +221,9 @@ class WatchedBucket(MemoryBucket):
         require(len(leased) <= self.world.most_open, "leaked", f"{len(leased)} leases")
         revoked = {ulid for ulid, entry in after.writers.items() if entry.final is not None}
         require(not any(after.writers[ulid].leases for ulid in revoked), "leaked", "a revoked writer holds leases")
-        require(not (revoked and self.world.hazards.workers_live), "broken", f"{revoked} revoked without a reason")
+        ended = before is not None and before.stop is not None  # when its workers leave, and others come
+        unfounded = revoked and self.world.hazards.workers_live and not ended
+        require(not unfounded, "broken", f"{revoked} revoked without a reason")
         if before is None:
             return
         require(after.term >= before.term, "broken", "a fenced trainer wrote control/state.json")

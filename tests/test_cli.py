@@ -228,7 +228,11 @@ def test_commands_of_the_data_plane_are_its_own_modules(monkeypatch):
 
 @pytest.mark.parametrize(
     ("sample", "sizes", "device"),
-    [("gpu-7b", (1, 4, 4, 1), []), ("multinode-70b-lora", (2, 8, 4, 4), []), ("demo", (1, 2, 1, 1), ["--device=cpu"])],
+    [
+        ("gpu-7b", (1, 4, 4, 1), []),
+        ("multinode-70b-lora", (2, 8, 4, 4), []),
+        ("demo", (1, 2, 1, 1), ["--device=cpu", "--cpu-cache=1", "--one-machine"]),
+    ],
 )
 def test_plan_hands_the_jobs_configuration_and_sizes_to_the_data_plane(monkeypatch, sample, sizes, device):
     called = []

@@ -1,7 +1,9 @@
 """pipeline.plan: what it predicts is what the trainer then takes, and what it says of a job is right."""
 
 import dataclasses
+import os
 import pathlib
+import re
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +15,8 @@ from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.config import DataConfig, ReplayConfig, RunConfig
 from pipeline.devices import DEVICES, Device
 from pipeline.learner import Learner
-from pipeline.plan import estimate, planner
+from pipeline.plan import __main__ as command
+from pipeline.plan import estimate, planner, text
 from pipeline.plan.estimate import Attention
 from pipeline.plan.machines import GIB, Machines
 from pipeline.plan.rehearsal import MICRO_BATCHES, Rehearsal, full_batch, rehearse
@@ -103,7 +106,8 @@ def on_rank(root: pathlib.Path, cases: list[Case]) -> None:
 
 def machines(device: Device = DEVICES["H100"], **changes: float) -> Machines:
     settings = {"nodes": 1, "processes_per_node": 4, "servers": 2, "devices_per_server": 2, "network_gbs": 100.0}
-    return Machines(**{"device": device, "efficiency": 0.5, **settings, **changes})
+    known = {"efficiency": 0.5, "memory_from": "of a test", "cpu_cache_gib": 1.0, "together": False}
+    return Machines(**{"device": device, **known, **settings, **changes})
 
 
 def took(**parts: float) -> Rehearsal:
@@ -216,6 +220,7 @@ def test_a_device_keeps_some_memory_for_itself():
 
 
 def test_the_cache_of_a_server_holds_what_its_weights_leave(config):
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"dtype": "bfloat16"})})
     attention = Attention(layers=32, heads=8, head_size=128)  # 128 KiB a token
     serving = estimate.rollout(config, machines(), 8 * 2**30, attention)  # 16 GiB on two devices
     assert serving.weights_gib == 8
@@ -259,10 +264,63 @@ def test_what_fits_is_given_no_advice(config):
 async def test_a_plan_needs_the_models_configuration_and_nothing_else(config):
     page, fits = await planner.plan(config, machines(), None, 2.0)
     assert fits
-    assert "all weights of a model of 0.00 billion parameters, 1 × 4 training processes, 2 servers × 2, H100" in page
-    assert "of 80: fits" in page
+    assert "all weights of a model of 650 thousand parameters, 1 × 4 training processes, 2 servers × 2, H100" in page
+    assert "of 80 (of a test): fits" in page
     assert "at 2 a device and hour" in page
     assert "of an idle worker in an hour        400         800           0  $0.00232" in page
+
+
+async def test_on_a_cpu_the_cache_is_that_of_the_run_and_one_machine_holds_it_all(config):
+    cpu = dataclasses.replace(DEVICES["cpu"], memory_gib=16)
+    given = machines(cpu, processes_per_node=2, servers=1, devices_per_server=1, cpu_cache_gib=3.0, together=True)
+    page, fits = await planner.plan(config, given, None, None)
+    assert fits
+    gib = dict(re.findall(r"  (\S.*?) +([0-9]+[.][0-9]+)(?:  |$)", page, re.MULTILINE))
+    assert float(gib["cache of keys and values"]) == 3
+    assert float(gib["total"]) == pytest.approx(
+        float(gib["training processes: 2"]) + float(gib["servers and workers: 1"])
+    )
+    assert float(gib["training processes: 2"]) > 2  # with the processes' own code
+    page, fits = await planner.plan(
+        config, dataclasses.replace(given, device=dataclasses.replace(cpu, memory_gib=8)), None, None
+    )
+    assert not fits
+    assert "a machine with more memory, or fewer processes" in page
+
+
+async def test_of_a_cpu_no_time_is_claimed_that_nobody_stated(config):
+    cpu = machines(dataclasses.replace(DEVICES["cpu"], memory_gib=16), servers=1, devices_per_server=1)
+    page, _ = await planner.plan(config, cpu, None, None)
+    assert "no estimate of the time" in page
+    assert "nan" not in page
+    stated = dataclasses.replace(cpu, device=dataclasses.replace(cpu.device, tflops=0.2, bandwidth_gbs=20.0))
+    page, _ = await planner.plan(config, stated, None, None)
+    assert re.search(r"\d steps of the longer one: [0-9.]+ (seconds|minutes), [-e0-9.]+ device hours", page), page
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"), [(7.62e9, "7.62 billion"), (134.5e6, "134 million"), (51_400, "51.4 thousand"), (640, "640")]
+)
+def test_a_model_of_any_size_is_counted_in_a_fitting_unit(number, shown):
+    assert text._count(number) == shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--device=cpu"], (8, "assumed; --memory replaces it")),
+        (["--device=cpu", "--memory=3"], (3, "--memory")),
+        (
+            ["--one-machine", "--device=cpu"],
+            (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, "this machine"),
+        ),
+        (["--one-machine", "--device=cpu", "--device=H100"], (80, "H100's data sheet")),
+    ],
+)
+def test_a_plan_says_where_the_memory_is_known_from(flags, expected):
+    found = command.machines(command.parse(["job.yaml", *flags]))
+    assert (found.device.memory_gib, found.memory_from) == expected
+    assert found.together == (expected[1] == "this machine")
 
 
 async def test_a_job_that_trains_stored_samples_is_planned_without_servers(config):

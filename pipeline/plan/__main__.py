@@ -4,11 +4,12 @@ import argparse
 import asyncio
 import dataclasses
 import logging
+import os
 import sys
 
 from pipeline import config as configuration
 from pipeline.devices import DEVICES
-from pipeline.plan.machines import Machines
+from pipeline.plan.machines import GIB, Machines
 
 REFUSED = 2  # exit code for what the user must mend
 TOO_LARGE = 1
@@ -36,11 +37,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="miles plan",
         description="Memory of each process, time and cost of a job, before it runs anywhere. Exit code 1: too large.",
-        epilog="A device is as its data sheet says; --memory, --tflops and --bandwidth replace these figures.",
+        epilog="A device is as its data sheet says; --memory, --tflops and --bandwidth replace these figures, and "
+        "are the only ones to say how fast a CPU is.",
     )
     parser.add_argument("config", metavar="FILE", help="an RLJob")
     for name in ("nodes", "processes-per-node", "servers", "devices-per-server"):
         parser.add_argument(f"--{name}", type=int, default=1, help=argparse.SUPPRESS)  # from the RLJob
+    parser.add_argument("--cpu-cache", type=positive, default=1.0, help=argparse.SUPPRESS)
+    parser.add_argument("--one-machine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--device", choices=DEVICES, default="H100", help="default: H100, or cpu for jobs without GPUs")
     parser.add_argument("--memory", type=positive, metavar="GIB", help="memory of one device")
     parser.add_argument("--tflops", type=positive, metavar="N", help="largest throughput of one device, 10¹²/s")
@@ -63,11 +67,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def machines(options: argparse.Namespace) -> Machines:
-    stated = {"memory_gib": options.memory, "tflops": options.tflops, "bandwidth_gbs": options.bandwidth}
+    together = options.one_machine and options.device == "cpu"
+    memory, memory_from = memory_of(options.device, options.memory, together)
+    stated = {"memory_gib": memory, "tflops": options.tflops, "bandwidth_gbs": options.bandwidth}
     return Machines(
         device=dataclasses.replace(
             DEVICES[options.device], **{name: value for name, value in stated.items() if value is not None}
         ),
+        memory_from=memory_from,
+        cpu_cache_gib=options.cpu_cache,
+        together=together,
         nodes=options.nodes,
         processes_per_node=options.processes_per_node,
         servers=options.servers,
@@ -75,6 +84,15 @@ def machines(options: argparse.Namespace) -> Machines:
         network_gbs=options.network or NETWORK_GBS[options.nodes > 1],
         efficiency=options.efficiency,
     )
+
+
+def memory_of(device: str, stated: float | None, together: bool) -> tuple[float, str]:
+    """GiB, and where they are known from."""
+    if stated is not None:
+        return stated, "--memory"
+    if together:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, "this machine"
+    return DEVICES[device].memory_gib, "assumed; --memory replaces it" if device == "cpu" else f"{device}'s data sheet"
 
 
 def positive(text: str) -> float:

@@ -11,11 +11,11 @@ import dataclasses
 import math
 
 from pipeline.config import RunConfig
-from pipeline.plan.machines import GIB, Machines
+from pipeline.plan.machines import GIB, SERVER_RESERVE_GIB, Machines
 from pipeline.plan.rehearsal import Rehearsal
 
-SERVED_BYTES = 2
-"""Of each weight and each cached number in vLLM (bfloat16)."""
+SERVED_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of each weight and each cached number in vLLM, which has the trainer's type."""
 VLLM_SHARE = 0.9
 """Of a device's memory that vLLM takes (--gpu-memory-utilization)."""
 STATE = ("weights", "gradients", "optimizer")
@@ -32,8 +32,8 @@ class Attention:
     head_size: int
 
     @property
-    def bytes_per_token(self) -> int:
-        return 2 * self.layers * self.heads * self.head_size * SERVED_BYTES
+    def numbers_per_token(self) -> int:
+        return 2 * self.layers * self.heads * self.head_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,8 @@ class RolloutEstimate:
 
     weights_gib: float
     cache_gib: float
+    reserve_gib: float
+    """Resident beside them; on a GPU within the tenth that vLLM leaves."""
     available_gib: float
     sequences: int
     """Of the longest kind, that the server's cache holds at once."""
@@ -76,8 +78,22 @@ class RolloutEstimate:
     """All servers together, for the samples of one step."""
 
     @property
+    def peak_gib(self) -> float:
+        return self.weights_gib + self.cache_gib + self.reserve_gib
+
+    @property
     def fits(self) -> bool:
-        return self.sequences >= 1
+        return self.sequences >= 1 and self.peak_gib <= self.available_gib * (1 + 1e-9)
+
+
+def together_gib(machines: Machines, training: TrainerEstimate, serving: RolloutEstimate | None) -> float:
+    """Of all processes of the job."""
+    servers = machines.servers * machines.devices_per_server
+    return machines.ranks * training.peak_gib + (servers * serving.peak_gib if serving else 0.0)
+
+
+def fits_together(machines: Machines, training: TrainerEstimate, serving: RolloutEstimate | None) -> bool:
+    return not machines.together or together_gib(machines, training, serving) <= machines.device.memory_gib
 
 
 def trainer(machines: Machines, took: Rehearsal, micro_batches: int, tokens: int) -> TrainerEstimate:
@@ -100,10 +116,12 @@ def trainer(machines: Machines, took: Rehearsal, micro_batches: int, tokens: int
 def rollout(config: RunConfig, machines: Machines, parameters: int, attention: Attention) -> RolloutEstimate:
     device, split = machines.device, machines.devices_per_server
     longest, completion = config.rollout.max_model_len, config.algorithm.sampling.max_new_tokens
-    weights = parameters * SERVED_BYTES / split
+    on_cpu, size = device.name == "cpu", SERVED_BYTES[config.trainer.dtype]
+    weights = parameters * size / split
     available = VLLM_SHARE * device.memory_gib * GIB
-    per_token = attention.bytes_per_token / min(split, attention.heads)
-    sequences = max(0, math.floor((available - weights) / per_token / longest))
+    cache = machines.cpu_cache_gib * GIB if on_cpu else max(0.0, available - weights)
+    per_token = attention.numbers_per_token * size / min(split, attention.heads)
+    sequences = math.floor(cache / per_token / longest)
     wanted = config.rollout.max_concurrent_groups * config.algorithm.group_size
     samples = config.algorithm.prompts_per_step * config.algorithm.group_size / max(1, machines.servers)
     at_once = max(1, min(sequences, wanted, math.ceil(samples)))
@@ -112,8 +130,9 @@ def rollout(config: RunConfig, machines: Machines, parameters: int, attention: A
     pass_s = max(read / (device.bandwidth_gbs * 1e9), computed / (device.tflops * 1e12 * machines.efficiency))
     return RolloutEstimate(
         weights_gib=weights / GIB,
-        cache_gib=max(0.0, available - weights) / GIB,
-        available_gib=available / GIB,
+        cache_gib=cache / GIB,
+        reserve_gib=SERVER_RESERVE_GIB if on_cpu else 0.0,
+        available_gib=(device.memory_gib if on_cpu else available / GIB),
         sequences=sequences,
         wanted=wanted,
         step_s=samples / at_once * completion * pass_s,
@@ -124,7 +143,10 @@ def advice(
     config: RunConfig, machines: Machines, training: TrainerEstimate, serving: RolloutEstimate | None
 ) -> list[str]:
     """What to change in the RLJob so that it fits; nothing if it does. `serving` is None where nothing is generated."""
-    return _for_trainer(config, machines, training) + (_for_rollout(machines, serving) if serving else [])
+    found = _for_trainer(config, machines, training) + (_for_rollout(machines, serving) if serving else [])
+    if not found and not fits_together(machines, training, serving):
+        return ["a machine with more memory, or fewer processes: spec.trainer.processesPerNode, spec.rollout.replicas"]
+    return found
 
 
 def _for_trainer(config: RunConfig, machines: Machines, training: TrainerEstimate) -> list[str]:
@@ -169,6 +191,11 @@ def _for_trainer(config: RunConfig, machines: Machines, training: TrainerEstimat
 def _for_rollout(machines: Machines, serving: RolloutEstimate) -> list[str]:
     if serving.fits:
         return []
+    if machines.device.name == "cpu":
+        if serving.sequences:
+            return ["a machine with more memory for the server"]
+        name = "spec.rollout.template.env: VLLM_CPU_KVCACHE_SPACE"
+        return [f"{name}: more than the {serving.cache_gib:g} GiB, which hold no sequence of full length"]
     whole = serving.weights_gib * machines.devices_per_server
     needed = 2 ** math.ceil(math.log2(max(2.0, whole / (0.8 * serving.available_gib))))
     reason = f"{whole:.1f} GiB of weights leave no room for the cache of one sequence"

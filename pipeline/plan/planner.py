@@ -29,9 +29,11 @@ async def plan(config: RunConfig, machines: Machines, given: str | None, price: 
         attention = _attention(folder, config.model.trust_remote_code)
     training = estimate.trainer(machines, took, **share(stated, _longest(config), machines.ranks))
     generates = config.data.replay_from is None
-    serving = estimate.rollout(config, machines, took.parameters, attention) if generates else None
+    serving = estimate.rollout(stated, machines, took.parameters, attention) if generates else None
     page = text.render(config, machines, took, training, serving, price)
-    return page, training.fits and (serving is None or serving.fits)
+    return page, training.fits and (serving is None or serving.fits) and estimate.fits_together(
+        machines, training, serving
+    )
 
 
 async def _model(config: RunConfig, given: str | None, scratch: pathlib.Path) -> pathlib.Path:
