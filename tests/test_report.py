@@ -170,6 +170,8 @@ def test_a_page_holds_the_runs_metrics_evaluations_rollouts_and_configuration(ru
     assert charts["Staleness"]["bound"]["value"] == 1
     assert [chart["title"] for chart in data["others"]] == ["my/own"]
     assert len(data["rollouts"]["trained"]) == STEPS
+    assert [(each["of"], len(each["groups"])) for each in data["rollouts"]["trained"]] == [(PROMPTS, PROMPTS)] * STEPS
+    assert [(each["of"], len(each["groups"])) for each in data["rollouts"]["evaluated"]] == [(32, 8)] * 2
 
 
 def test_a_step_that_was_trained_again_counts_once_with_the_row_of_the_higher_term(run_folder):
@@ -191,6 +193,7 @@ def test_reward_functions_have_curves_of_their_own_where_there_are_several(parts
 def test_numbers_that_are_not_finite_are_gaps_and_the_page_stays_json(run_folder):
     charts = {chart["title"]: chart for section in data_of(report(run_folder))["charts"] for chart in section["charts"]}
     assert charts["KL of sampler and trainer"]["series"][0]["values"][4] is None
+    assert (charts["KL of sampler and trainer"]["gaps"], charts["Reward"]["gaps"]) == (1, 0)
 
 
 def test_the_gain_is_compared_prompt_by_prompt_with_its_interval(run_folder):
@@ -260,7 +263,7 @@ def test_what_an_environment_said_is_told_apart_and_counts_in_no_figure():
     shown = rollouts.sample(walked, 100)
     assert shown["turns"] == [[False, "left"], [True, "a wall"], [False, "right"]]
     assert (shown["tokens"], shown["logprob"]) == (3, -2.0)
-    chosen = [(0, [(dataclasses.replace(group(0, Version(1, 0), []), rollouts=[walked]), [None])])]
+    chosen = [(0, 1, [(dataclasses.replace(group(0, Version(1, 0), []), rollouts=[walked]), [None])])]
     assert rollouts.characters(chosen, 100) == len("What is 0 + 1?" + "left" + "a wall" + "right")
 
 
@@ -484,6 +487,12 @@ def page_file(run_folder: pathlib.Path) -> pathlib.Path:
     return file
 
 
+LONE = """[...document.querySelectorAll('.charts')].map(grid => [grid, ...[...grid.children].slice(-2)])
+    .filter(([, one, other]) => other && other.offsetTop > one.offsetTop)
+    .map(([grid, , other]) => ({card: other.offsetWidth, grid: grid.offsetWidth}))"""
+"""Widths of the charts that have a row to themselves, and of their rows."""
+
+
 @needs_browser
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1400, False), (1400, True), (390, False), (390, True)])
@@ -498,6 +507,8 @@ async def test_the_page_draws_its_curves_in_a_browser_without_errors_or_network(
         points = "[...document.querySelectorAll('.curve')].map(path => path.getAttribute('d').split(/[ML]/).length - 1)"
         assert max(await page.evaluate(points)) == STEPS
         assert await page.evaluate("document.documentElement.scrollWidth") == width
+        assert await page.evaluate(f"{LONE}.every(({{card, grid}}) => Math.abs(card - grid) < 2)")
+        assert "1 of 12 steps have no value" in await page.evaluate("document.querySelector('main').textContent")
         assert "NaN" not in await page.evaluate("document.querySelector('main').innerHTML")
         await page.screenshot(tmp_path / "page.png")
     assert brightness(tmp_path / "page.png") < 80 if dark else brightness(tmp_path / "page.png") > 200
@@ -545,8 +556,11 @@ async def test_pointing_at_a_curve_shows_that_steps_values_and_a_click_opens_its
 @pytest.mark.slow
 async def test_evaluated_rollouts_and_a_search_can_be_chosen(page_file):
     async with browser.page(page_file.as_uri()) as page:
+        shown = "document.querySelector('output:not(#smoothing-value)').textContent"
+        assert await page.evaluate(shown) == f"step {STEPS}"
         choose = "(select => { select.value = 'evaluated'; select.dispatchEvent(new Event('change')) })"
         await page.evaluate(f"{choose}(document.querySelector('.controls select'))")
+        assert await page.evaluate(shown) == f"step {STEPS}, 8 of 32 prompts"
         assert "What is 0 + 1?" in await page.evaluate("document.querySelector('.group').textContent")
         search = "(input => { input.value = '(1)'; input.dispatchEvent(new Event('input')) })"
         await page.evaluate(f"{search}(document.querySelector('input[type=search]'))")

@@ -1,6 +1,7 @@
 """The curves of a report: which metrics stand together, under which title."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from pipeline.config import RunConfig
@@ -8,7 +9,7 @@ from pipeline.report import evaluations
 from pipeline.report.history import History
 
 Chart = dict[str, Any]
-"""{title, unit, kind, plain, note, series: [{name, values [steps]}], bound?} as page.js draws it."""
+"""{title, unit, kind, plain, note, series: [{name, values [steps]}], gaps?, bound?} as page.js draws it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,8 @@ SECTIONS: dict[str, tuple[Curve, ...]] = {
             "Mismatch of log-probabilities",
             {"mismatch/logprob_abs_diff": "mean |log μ − log π_old|"},
             "nats",
-            note="Between the sampler and the trainer, on the sampled tokens; includes staleness",
+            note="μ: the policy that sampled, in vLLM; π_old: the trainer's before the step. On the sampled tokens; "
+            "includes staleness",
         ),
         Curve("KL of sampler and trainer", {"mismatch/kl": "KL(μ‖π_old)"}, "nats"),
         Curve("Importance weights", {"mismatch/is_mean": "mean", "mismatch/is_max": "largest"}),
@@ -70,8 +72,12 @@ SECTIONS: dict[str, tuple[Curve, ...]] = {
     ),
     "Speed": (
         Curve("Samples trained", {"perf/samples_per_s": "samples"}, "per second"),
-        Curve("Tokens", {"perf/tokens_per_s": "trained", "perf/generated_tokens_per_s": "generated"}, "per second"),
-        Curve("Memory", {"perf/peak_memory_gib": "peak"}, "GiB"),
+        Curve(
+            "Tokens",
+            {"perf/tokens_per_s": "trained, prompts counted", "perf/generated_tokens_per_s": "generated"},
+            "per second",
+        ),
+        Curve("Memory", {"perf/peak_memory_gib": "peak of the largest trainer process"}, "GiB"),
         Curve("Model FLOPs utilisation", {"perf/mfu": "MFU"}, "%"),
     ),
 }
@@ -145,7 +151,14 @@ def _chart(curve: Curve, past: History) -> Chart:
             for label, values in found.items()
             if any(value is not None for value in values)
         ],
+        "gaps": _gaps(found.values()),
     }
+
+
+def _gaps(found: Iterable[list[float | None]]) -> int:
+    """Steps in which a curve has no value, though it has one in others."""
+    drawn = [values for values in found if any(value is not None for value in values)]
+    return sum(any(value is None for value in values) for values in zip(*drawn, strict=True))
 
 
 def _expanded(curve: Curve, past: History) -> dict[str, str]:

@@ -73,8 +73,10 @@ function smooth(values, weight) {
 
 // ---- one chart -----------------------------------------------------------------------------------------------------
 
+const GAPS = "A step whose groups each scored all of their samples alike has no advantage, and so no loss, gradient or mismatch.";
+
 class Chart {
-  // spec: {title, unit, kind: "line" | "stack", plain, x?, series: [{name, values, low?, high?}], bound?: {name, value}, note?}
+  // spec: {title, unit, kind: "line" | "stack", plain, x?, series: [{name, values, low?, high?}], bound?: {name, value}, gaps?, note?}
   constructor(spec) {
     this.spec = spec;
     this.x = spec.x || steps;
@@ -90,7 +92,7 @@ class Chart {
     tools.append(this.toggle("wide", pressed => this.card.classList.toggle("large", pressed)));
     this.card = element("section", {class: "card"},
       element("h4", {title: spec.note}, spec.title, element("span", {class: "unit"}, spec.unit === "%" ? "" : spec.unit || ""), tools),
-      this.legend, this.drawing);
+      this.legend, this.drawing, spec.gaps ? element("p", {class: "gaps", title: GAPS}, `${spec.gaps} of ${this.x.length} steps have no value: nothing to learn from, or not measured`) : null);
     charts.push(this);
     new ResizeObserver(() => this.draw()).observe(this.card);
   }
@@ -327,7 +329,7 @@ function head() {
   const {reward, speed, staleness} = run.summary;
   const tiles = [];
   if (reward) tiles.push(tile({label: "Reward", value: [score(reward.first), score(reward.last)], detail: reward.detail}));
-  tiles.push(tile({label: "Steps", value: `${run.step} of ${run.total_steps ?? "?"}`, detail: `in ${duration(run.duration_s)}`}));
+  tiles.push(tile({label: "Steps", value: `${run.step} of ${run.total_steps ?? "?"}`, detail: `in ${duration(run.duration_s)}, from the start to the last trained step`}));
   if (speed) tiles.push(tile({label: "Samples trained", value: `${format(speed.samples_per_s)}/s`, detail: speed.detail}));
   if (staleness) tiles.push(tile({label: "Staleness", value: score(staleness.mean), detail: staleness.detail}));
   tiles.push(tile({label: "Dropped", value: run.drops.length ? run.drops.reduce((sum, [, count]) => sum + count, 0) + " groups" : "nothing",
@@ -336,6 +338,7 @@ function head() {
   return element("header", {}, element("h1", {}, run.name, element("span", {class: "pill " + run.status.tone}, run.status.label)),
     element("p", {class: "subtitle"}, run.subtitle), run.status.detail ? note(run.status.detail) : null,
     run.evaluations.length ? element("div", {class: "tiles results"}, ...run.evaluations.map(evaluationTile)) : null,
+    run.evaluations.length ? note("avg@k: mean score of k samples of each held-out prompt; pass@k: share of the prompts with a right one among k.") : null,
     element("div", {class: "tiles"}, ...tiles));
 }
 
@@ -394,10 +397,10 @@ function openRollouts(step) {
 function showRollouts(place) {
   const last = browsed().length - 1;
   browser.place = Math.min(last, Math.max(0, place));
-  const {step, groups} = browsed()[browser.place];
+  const {step, groups, of} = browsed()[browser.place];
   browser.range.max = last;
   browser.range.value = browser.place;
-  browser.output.textContent = `step ${step}`;
+  browser.output.textContent = `step ${step}` + (groups.length < of ? `, ${groups.length} of ${of} prompts` : "");
   browser.back.disabled = browser.place === 0;
   browser.forth.disabled = browser.place === last;
   const shown = groups.map(groupCard).filter(card => card != null);
@@ -440,8 +443,15 @@ function sampleRow(sample, [low, high]) {
       ...sample.turns.map(([observed, said]) => observed ? observation(said) : text(said))));
 }
 
+const TERMS = {
+  "mean log μ": "Mean log-probability of the response's tokens by the policy that sampled them, in nats",
+  "policy": "Version that sampled: t is the term (starts of the trainer), s the optimizer step",
+  "staleness": "Optimizer steps between the oldest version that made a token and the step that trained it",
+  "mean reward": "Over the samples of this prompt; advantages are relative to it",
+};
+
 function labelled(facts) {
-  return facts.filter(([, text]) => text != null && text !== "").map(([name, text]) => element("span", {}, name + " ", element("b", {}, String(text))));
+  return facts.filter(([, text]) => text != null && text !== "").map(([name, text]) => element("span", {title: TERMS[name]}, name + " ", element("b", {}, String(text))));
 }
 
 function text(content) {

@@ -33,28 +33,33 @@ Chosen = list[tuple[RolloutGroup, list[float | None]]]
 
 
 async def browse(storage: Storage, config: RunConfig, past: History) -> tuple[dict[str, Any], list[str]]:
-    """{trained, evaluated}, each [{step, groups}] for page.js, and what was left out."""
+    """{trained, evaluated}, each [{step, of, groups}] for page.js; `of`: groups there were, and what was left out."""
     plans = history.thin(list(past.plans.values()), STEPS)
     estimator, stored = estimator_of(config), config.data.replay_from is not None
     shards, condition = archive.shards(config, storage), archive.condition(config)
-    trained: list[tuple[int, Chosen]] = []
+    trained: list[tuple[int, int, Chosen]] = []
     for plan in plans:
         groups = await history.groups(shards, plan, condition)
         if groups:
-            trained.append((plan.step, pick(groups, advantages(groups, estimator))))
-    evaluated: list[tuple[int, Chosen]] = []
+            trained.append((plan.step, len(groups), pick(groups, advantages(groups, estimator))))
+    evaluated: list[tuple[int, int, Chosen]] = []
     for step in history.thin(list(past.evaluations), STEPS):
         groups = await history.evaluated(storage, step)
         if groups:
-            evaluated.append((step, pick(groups, advantages(groups, None))))
+            evaluated.append((step, len(groups), pick(groups, advantages(groups, None))))
     limit = next((each for each in TEXT_LIMITS if characters(trained + evaluated, each) <= CHARACTERS), TEXT_LIMITS[-1])
     shown = {
         "trained": [
-            {"step": step, "groups": [describe(each, limit, None if stored else step) for each in chosen]}
-            for step, chosen in trained
+            {
+                "step": step,
+                "of": count,
+                "groups": [describe(each, limit, None if stored else step) for each in chosen],
+            }
+            for step, count, chosen in trained
         ],
         "evaluated": [
-            {"step": step, "groups": [describe(each, limit) for each in chosen]} for step, chosen in evaluated
+            {"step": step, "of": count, "groups": [describe(each, limit) for each in chosen]}
+            for step, count, chosen in evaluated
         ],
     }
     said = omissions(past, len(plans), len(trained), limit)
@@ -167,9 +172,9 @@ def shortened(text: str, limit: int) -> str:
     return f"{text[:head]}\n… {len(text) - limit:,} characters left out …\n{text[len(text) - (limit - head) :]}"
 
 
-def characters(steps: list[tuple[int, Chosen]], limit: int) -> int:
+def characters(steps: list[tuple[int, int, Chosen]], limit: int) -> int:
     """Of all texts that would be shown."""
-    groups = [group for _, chosen in steps for group, _ in chosen]
+    groups = [group for _, _, chosen in steps for group, _ in chosen]
     samples = [rollout for group in groups for rollout in group.rollouts[:SAMPLES]]
     texts = [text for each in samples for text in ([turn.text for turn in each.turns] or [each.completion])]
     return sum(min(len(text), limit) for text in [*(group.prompt for group in groups), *texts])

@@ -94,7 +94,10 @@ def speed(past: History) -> dict[str, Any] | None:
     if not rows:
         return None
     tokens = metrics.steady_rate(rows, "tokens")
-    details = [f"{tokens:,.0f} tokens/s", f"trainer waits {metrics.waiting_share(rows):.0%} of the time"]
+    details = [
+        f"{tokens:,.0f} tokens/s with their prompts",
+        f"trainer waits {metrics.waiting_share(rows):.0%} of the time",
+    ]
     return {"samples_per_s": metrics.steady_rate(rows, "samples"), "detail": ", ".join(details)}
 
 
