@@ -3,13 +3,14 @@
 import difflib
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from operators import schema
 from operators.schema import Node
 
 WIDTH = 100
+MOST_PLACES = 5
 FILE_RULE = "A relative file:// URI (file://./… or file://../…) starts at the folder of the file that holds the spec."
 
 
@@ -25,10 +26,24 @@ def explain(path: str) -> str:
     for step in steps:
         children = schema.fields(node)
         if step not in children:
-            raise ValueError(f"{'.'.join([*done, step])}: {unknown(step, node)}")
+            places = elsewhere(steps) if not done else []
+            meant = f"did you mean {' or '.join(places)}?" if places else unknown(step, node)
+            raise ValueError(f"{'.'.join([*done, step])}: {meant}")
         node = children[step]
         done.append(step)
     return "\n".join(_page(".".join(steps) or "rljob", node))
+
+
+def elsewhere(steps: list[str]) -> list[str]:
+    """Fields anywhere whose paths end in `steps`, the shortest first; at most MOST_PLACES."""
+    found = [path for path in _paths(schema.tree(), ()) if path[-len(steps) :] == tuple(steps)]
+    return [".".join(path) for path in sorted(found, key=len)[:MOST_PLACES]]
+
+
+def _paths(node: Node, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for name, child in schema.fields(node).items():
+        yield (*above, name)
+        yield from _paths(child, (*above, name))
 
 
 def unknown(name: str, above: Node) -> str:

@@ -157,6 +157,21 @@ def test_explain_prints_a_field_and_refuses_an_unknown_one(capsys):
     assert capsys.readouterr().err == 'miles explain: spec.trainer.lora.rnak: unknown field; did you mean "rank"?\n'
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("lora", "lora: did you mean spec.trainer.lora?"),
+        ("lora.rank", "lora: did you mean spec.trainer.lora.rank?"),
+        ("configMap", "configMap: did you mean spec.environment.from.configMap or spec.rewards.from.configMap?"),
+        ("trainer.lora.configMap", "spec.trainer.lora.configMap: unknown field; known are rank, alpha, targets"),
+        ("trainr", "trainr: unknown field; known are apiVersion, kind, metadata, spec"),
+    ],
+)
+def test_explain_says_where_a_field_is_that_was_named_without_its_place(capsys, path, message):
+    assert cli.main(["explain", path]) == 2
+    assert capsys.readouterr().err == f"miles explain: {message}\n"
+
+
 def test_render_prints_objects_that_kubectl_reads_back_unchanged(everything, capsys):
     from operators import manifest
     from operators.children import children
