@@ -1,6 +1,7 @@
 """`miles validate`, `explain` and `render` as commands: output, exit codes, and never a traceback."""
 
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import yaml
 
 from operators import cli, documents
 from pipeline.config import RunConfig
+from pipeline.sampling import TOLD
 from tests.test_spec import EVERYTHING, MINIMAL
 
 SAMPLES = pathlib.Path(__file__).parent.parent / "manifests" / "samples"
@@ -155,6 +157,12 @@ def test_explain_prints_a_field_and_refuses_an_unknown_one(capsys):
     assert "one of: 1, 8, 16, 32, 64, 128, 256, 320, 512" in capsys.readouterr().out
     assert cli.main(["explain", "spec.trainer.lora.rnak"]) == 2
     assert capsys.readouterr().err == 'miles explain: spec.trainer.lora.rnak: unknown field; did you mean "rank"?\n'
+
+
+def test_explain_lists_every_argument_that_a_reward_function_is_offered(capsys):
+    cli.main(["explain", "spec.rewards.function"])
+    words = set(re.findall("[a-z_]+", capsys.readouterr().out))
+    assert words >= TOLD | {"item", "episode_reward"}
 
 
 @pytest.mark.parametrize(

@@ -200,10 +200,11 @@ class Reward(Model):
     function: Annotated[str, _FUNCTION] | None = None
     """A Python function, file.py:function or module:function, called in a process of its own with those of these
     arguments that it names, and its own `parameters`: prompt, completion, answer (texts), messages, tokens,
-    finish_reason, max_new_tokens, prompt_ids, completion_ids, set, index, and the columns of the prompt's row. Of
-    several turns completion is the last, messages are what came before, and episode_reward is what the environment
-    gave. Returns a finite number, or a pair of it and [(position, reward), …], what else came with which of
-    completion_ids: ppo and reinforce++ count each at its token, the others see the sum of all."""
+    finish_reason, max_new_tokens, prompt_ids, completion_ids, set, index, entry (what a generator's own scorer reads,
+    encoded), and the columns of the prompt's row, of a generated prompt item. Of several turns completion is the
+    last, messages are what came before, and episode_reward is what the environment gave. Returns a finite number, or
+    a pair of it and [(position, reward), …], what else came with which of completion_ids: ppo and reinforce++ count
+    each at its token, the others see the sum of all."""
     from_: Annotated[ConfigMapSource | None, Field(alias="from")] = None
     """Where file.py of `function` comes from; needed in a cluster."""
     endpoint: Url | None = None
