@@ -168,6 +168,8 @@ class WatchedBucket(MemoryBucket):
         self.control: ControlState | None = None
         self.finals: dict[str, int] = {}
         """Writers of which control/state.json has said that they are revoked, and from which shard on."""
+        self.ended = False
+        """Workers have been told that the run is over, and leave, whether its trainer then lives to see that or not."""
         self.generated: collections.Counter[int] = collections.Counter()
         """Index → shards that hold it."""
         self.withdrawn: collections.Counter[int] = collections.Counter()
@@ -221,8 +223,8 @@ class WatchedBucket(MemoryBucket):
         require(len(leased) <= self.world.most_open, "leaked", f"{len(leased)} leases")
         revoked = {ulid for ulid, entry in after.writers.items() if entry.final is not None}
         require(not any(after.writers[ulid].leases for ulid in revoked), "leaked", "a revoked writer holds leases")
-        ended = before is not None and before.stop is not None  # when its workers leave, and others come
-        unfounded = revoked and self.world.hazards.workers_live and not ended
+        self.ended = self.ended or after.stop is not None
+        unfounded = revoked and self.world.hazards.workers_live and not self.ended
         require(not unfounded, "broken", f"{revoked} revoked without a reason")
         if before is None:
             return
