@@ -64,6 +64,7 @@ def test_a_run_trained_again_from_the_stored_samples_of_another_has_its_figures_
 
 def replayed(folder, step, monkeypatch, capsys, *options):
     monkeypatch.setattr(sys, "argv", ["miles replay", str(folder), "--step", str(step), *options])
+    capsys.readouterr()  # what the training before had to say
     code = replay.main()
     said = capsys.readouterr()
     assert "Loading weights" not in said.err  # a bar of transformers
