@@ -127,6 +127,7 @@ class Run:
         self.environment = dict(os.environ) | {TOKEN_VARIABLE: secrets.token_urlsafe(24)}
         samples = job.spec.algorithm.prompts_per_step * job.spec.algorithm.group_size
         self.progress = Progress(job.metadata.name, samples, self.policy.max_restarts)
+        self.progress.total_steps = job.spec.algorithm.total_steps
         self.display = Display(self.progress, rich.console.Console(), show_progress)
         self.signals: list[signal.Signals] = []
         self.signalled = asyncio.Event()
@@ -147,7 +148,8 @@ class Run:
                 self.heed_signals()
                 self.watcher = asyncio.create_task(self.watch())
                 outcome = await self.until_over()
-                self.progress.notice = "the processes end; Ctrl-C again kills them"
+                again = "; Ctrl-C again kills them" if self.signals else ""
+                self.progress.notice = f"the processes end{again}"
                 await supervisor.stop_all()
                 self.watcher.cancel()
         self.ports.close()
@@ -367,7 +369,8 @@ class Run:
         rows += [("next", kept)] if kept else []
         if outcome.code != REFUSED:
             rows += [*self.progress.summary(final), ("store", config.store.uri)]
-            rows.append(("report", f"miles report {shlex.quote(self.folder.shown)}"))
+            if self.progress.trainer or final:  # else it has not come to write anything that could be reported
+                rows.append(("report", f"miles report {shlex.quote(self.folder.shown)}"))
         if config.output is not None and outcome.code == COMPLETE:
             rows.append(("model", config.output.uri))
         self.display.say("\n".join(f"  {label:<10} {text}" for label, text in rows))

@@ -41,6 +41,7 @@ class Progress:
     trainer_answered: float = 0.0
     """When it last answered."""
     workers: Mapping[str, Status] = dataclasses.field(default_factory=dict)
+    total_steps: int | None = None  # of the job
     restarts: int = 0  # of the trainer
     notice: str = ""
     """What is being waited for at the end, in place of anything else."""
@@ -167,7 +168,7 @@ class Progress:
             parts.append(f"{count(speeds['trained'])} tok/s trained")
         if self.trainer.get("samples_per_s") is not None:
             parts.append(f"{self.trainer['samples_per_s']:.2f} samples/s")
-        if self.memory:
+        if self.memory and not self.notice:  # at the end there is nobody left who has any
             parts.append(f"memory {self.memory / GIB:.1f} GiB")
         return " · ".join(parts) or None
 
@@ -225,7 +226,9 @@ class Progress:
     def summary(self, final: Status) -> list[tuple[str, str]]:
         """What was achieved, as (label, text). final: the trainer's own summary, {} if it has not come to write one."""
         steps = final.get("steps", self.trainer.get("step", 0))
-        rows = [("steps", f"{steps} of {self.trainer.get('total_steps') or final.get('steps', '?')}")]
+        rows = [
+            ("steps", f"{steps} of {self.total_steps or self.trainer.get('total_steps') or final.get('steps', '?')}")
+        ]
         # Where nothing was started, the figures are those of the run as it was.
         seconds = time.monotonic() - self.began if self.processes else final.get("duration_s", 0.0)
         rows.append(("duration", duration(seconds)))

@@ -182,7 +182,7 @@ class RunFolder:
             return "the run that was there stays as it was"
         # What lies in the store under this id belongs to nobody.
         self._take_away()
-        return "nothing is kept but the logs; once it is mended, the same command begins anew"
+        return "only the logs are kept, and what the store has of it; once mended, the same command begins anew"
 
     def _take_away(self) -> None:
         """All that was not there before, but logs with something in them. Once: the next run may be at work then."""

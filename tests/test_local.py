@@ -160,7 +160,10 @@ async def test_the_run_fails_after_max_restarts(
 ) -> None:
     assert await start(job(runPolicy={"maxRestarts": 2}), trainer="crash").execute() == 1
     assert len([note for note in notes(tmp_path) if "attempt" in note]) == 3
-    assert "the trainer failed 3 times (runPolicy.maxRestarts)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "the trainer failed 3 times (runPolicy.maxRestarts)" in shown
+    assert "steps      0 of 3" in shown
+    assert "miles report" not in shown, "no trainer has come to write anything"
 
 
 async def test_a_user_error_ends_the_run_at_once_with_its_message(
@@ -170,7 +173,7 @@ async def test_a_user_error_ends_the_run_at_once_with_its_message(
     assert capsys.readouterr().out.splitlines() == [
         "sums: model.uri: no such model",
         f"  logs       {tmp_path}/run/logs",
-        "  next       nothing is kept but the logs; once it is mended, the same command begins anew",
+        "  next       only the logs are kept, and what the store has of it; once mended, the same command begins anew",
     ]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["logs", "notes"]
     assert len([note for note in notes(tmp_path) if "attempt" in note]) == 1

@@ -116,6 +116,13 @@ def test_what_workers_and_trainer_say_they_wait_for_is_passed_on(progress: Progr
     assert progress.waiting_for() is None
 
 
+def test_at_the_end_no_memory_of_processes_that_are_gone_is_told(progress: Progress) -> None:
+    progress.observe(STATUS, {}, 1 << 20)
+    assert "memory" in progress.line()
+    progress.notice = "the processes end"
+    assert "memory" not in progress.line()
+
+
 def test_what_is_waited_for_is_said_once() -> None:
     progress = Progress("sums", 32, 3)
     progress.observe({"step": 0, "waiting_for": "groups of step 1"}, {}, 0)
