@@ -202,6 +202,7 @@ def _map(kind: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any] | None]:
 FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "phase": _text,
     "waiting_for": _text,
+    "losses": _text,
     "step": _count,
     "checkpoint_step": _count,
     "version": _version,

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import pathlib
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -171,6 +173,13 @@ WRONG = {
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
 def test_a_field_of_a_report_that_is_not_what_it_should_be_is_left_out(name: str, value: Any) -> None:
     assert checked({"phase": "training", name: value}) == {"phase": "training"}
+
+
+def test_what_the_operator_reads_of_a_report_comes_through() -> None:
+    sources = [source.read_text() for source in pathlib.Path(statusport.__file__).parent.glob("*.py")]
+    read = {name for source in sources for name in re.findall(r'report(?: or \{\}\))?\.get\("(\w+)"', source)}
+    assert {"phase", "losses", "waiting_for", "checkpoint_step", "store"} <= read
+    assert read <= set(statusport.FIELDS)
 
 
 def test_entries_of_a_map_that_are_no_numbers_are_left_out() -> None:
