@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from obstore.exceptions import GenericError
 
 from pipeline.storage import (
     Conflict,
@@ -23,6 +24,7 @@ from pipeline.storage import (
     Unavailable,
     open_storage,
     probe,
+    s3,
 )
 
 ROUNDS, WRITERS = 16, 8
@@ -690,3 +692,12 @@ def test_processes_that_end_on_an_s3_answer_exit_with_their_own_code():
     # Some at once, so that threads have to wait for a core: one in six was aborted.
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(16)]
     assert [process.wait(timeout=50) for process in processes] == [7] * 16
+
+
+async def test_where_nobody_gave_credentials_the_error_says_what_to_set():
+    async def asked():
+        raise GenericError("Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 1s")
+
+    bucket = s3.S3Bucket("bucket", "run", "http://127.0.0.1:1", None)
+    with pytest.raises(s3.Transient, match="no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give"):
+        await bucket._call("key", asked())

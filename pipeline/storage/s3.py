@@ -59,6 +59,12 @@ PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 4
 MOST_PARTS = 10_000
 """Of one upload, on Amazon S3."""
+OWN_ROLE = "169.254.169.254"
+"""Where a machine of Amazon's is told of its role: obstore asks there when the environment says nothing."""
+NO_CREDENTIALS = (
+    "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod or the machine a role; "
+    "that of the machine could not be had"
+)
 PASSING_STATUS = {408, 409, 429}
 PASSING_CODES = {"RequestTimeout", "SlowDown", "InternalError", "OperationAborted"}
 
@@ -201,6 +207,8 @@ class S3Bucket:
                     " has signed it, name the file with its certificate in SSL_CERT_FILE"
                 ) from None
             kind = Transient if _passing(text) else StorageError
+            if OWN_ROLE in text:
+                raise kind(f"{self.name}: {NO_CREDENTIALS}: {_reason(text)}") from None
             silent = f"{self._where} does not answer: " if kind is Transient and "status code" not in text else ""
             raise kind(f"{self.name}/{key}: {silent}{_reason(text)}") from None
 
