@@ -141,7 +141,7 @@ bench-trainer: $(READY) | $(MODELS) ## the trainer's tokens/s, as a ratio to a b
 
 plan-accuracy: $(READY) ## memory that miles plan predicts beside what the trainer then takes, as a table
 	@$(say) "plan-accuracy: three sizes, all weights and LoRA, one and two ranks; about a minute on two cores"
-	@$(BIN)/pytest tests/test_plan.py -m slow -k within -s
+	@PLAN_SIZES="small medium large" $(BIN)/pytest tests/test_plan.py -m slow -k within -s
 
 bench-operator: $(READY) ## the operator under a thousand RLJobs on a real API server, as a table of its limits
 	@$(say) "bench-operator: 1,000 RLJobs, five quiet minutes, restart and take-over; about ten minutes on two cores"
