@@ -140,7 +140,7 @@ bench-trainer: $(READY) | $(MODELS) ## the trainer's tokens/s, as a ratio to a b
 	@$(BIN)/python -m tests.bench_trainer
 
 plan-accuracy: $(READY) ## memory that miles plan predicts beside what the trainer then takes, as a table
-	@$(say) "plan-accuracy: three sizes, all weights and LoRA, one and two ranks; about a minute on two cores"
+	@$(say) "plan-accuracy: three sizes, all weights and LoRA, one and two ranks; about three minutes on two cores"
 	@PLAN_SIZES="small medium large" $(BIN)/pytest tests/test_plan.py -m slow -k within -s
 
 bench-operator: $(READY) ## the operator under a thousand RLJobs on a real API server, as a table of its limits
