@@ -55,7 +55,8 @@ async def test_why_a_reward_fails_is_in_the_log_at_once_and_then_rarely(
         for _ in range(9):
             await scorer.score(SAMPLE)
     told = "reward mine failed on {} samples so far, on this one: KeyError: 'answers' (mine.py, line 3)"
-    assert [record.getMessage() for record in caplog.records] == [told.format(count) for count in (1, 2, 4, 8)]
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("pipeline")]
+    assert ours == [told.format(count) for count in (1, 2, 4, 8)]
 
 
 async def test_a_function_receives_a_generated_item_as_far_as_json_goes(tmp_path: pathlib.Path) -> None:
