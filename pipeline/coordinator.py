@@ -146,6 +146,11 @@ class Coordinator:
             for index, minimum in entry.leases.items():
                 if not self.ledger.taken(index) and entry.final is None:
                     self.ledger.lease(index, Lease(ulid, minimum, self.roster.elapsed))
+        for ulid, shards in self.ledger.shards_planned().items():
+            if ulid not in self.roster.writers:
+                # It came after the checkpoint, and control/state.json has forgotten it or is lost. Unnamed, it would
+                # count as read to its end, and what is to be trained again would be collected.
+                self.roster.writers[ulid] = Known(ulid, "", shards.start, promised=shards.stop, final=shards.stop)
 
     def state(self) -> dict[str, Any]:
         """What the checkpoint of the last finished step must keep for `take_over`; JSON."""

@@ -784,7 +784,9 @@ async def test_what_no_checkpoint_needs_is_deleted_and_the_rest_suffices_to_resu
         await scene.trainer()
 
 
-async def test_what_is_collected_during_a_replay_spares_the_plans_still_to_be_replayed(scene: Scene):
+@pytest.mark.parametrize("lost", [False, True], ids=["control kept", "control lost"])
+async def test_what_is_collected_during_a_replay_spares_the_plans_still_to_be_replayed(scene: Scene, lost: bool):
+    """Also where the log alone tells of the writer, which never comes back, and one restart follows another."""
     trainer = await scene.trainer()
     writer = await scene.writer("rollout-0")
     await scene.tick(trainer)
@@ -795,14 +797,29 @@ async def test_what_is_collected_during_a_replay_spares_the_plans_still_to_be_re
     await finish(trainer, 1)
     await plan_now(trainer, 2)
 
-    successor = await scene.trainer()
-    await plan_now(successor, 1)
-    await finish(successor, 1)
-    await scene.tick(successor, 2 * LEASE_TIMEOUT_S)
-    assert await successor.collect(successor.state()) == 1
-    assert used not in scene.bucket.objects
-    assert {reference.key for reference in (await plan_now(successor, 2)).groups} == {needed}
-    assert needed in scene.bucket.objects
+    async def lose_control() -> None:
+        await scene.tick(trainer, 20 * LEASE_TIMEOUT_S)
+        if lost:
+            del scene.bucket.objects[CONTROL_KEY]
+
+    await lose_control()
+    trainer = await scene.trainer()
+    await plan_now(trainer, 1)
+    await finish(trainer, 1)
+    for _ in range(2):
+        await scene.tick(trainer, 20 * LEASE_TIMEOUT_S)
+        state = trainer.state()
+        await trainer.collect(state)
+        assert used not in scene.bucket.objects
+        assert needed in scene.bucket.objects
+        await lose_control()
+        trainer = await scene.trainer(state)
+        assert {reference.key for reference in (await plan_now(trainer, 2)).groups} == {needed}
+    await finish(trainer, 2)
+    await scene.tick(trainer, 20 * LEASE_TIMEOUT_S)
+    assert await trainer.collect(trainer.state()) == 1
+    if lost:
+        assert not trainer.state()["writers"]
 
 
 async def test_acknowledged_shards_that_have_vanished_do_not_block_a_restart(scene: Scene):
