@@ -22,6 +22,7 @@ from pipeline.storage import (
     StorageError,
     Transient,
     Unavailable,
+    bucket,
     open_storage,
     probe,
     s3,
@@ -312,6 +313,17 @@ async def test_damaged_bytes_are_told_with_the_metadata_that_came_with_them(cloc
     assert caught.value.object.metadata["indices"] == "7,8"
     with pytest.raises(Corrupted):
         await storage.get_file("shard", str(tmp_path / "target"))
+
+
+async def test_an_object_too_large_for_memory_is_not_read_whole_but_into_a_file(storage, tmp_path, monkeypatch):
+    monkeypatch.setattr(bucket, "MOST_BYTES", 1000)
+    await storage.create("least", b"x" * 1000)
+    await storage.create("shard", b"x" * 1001, {"indices": "7,8"})
+    assert (await storage.get("least")).info.size == 1000
+    with pytest.raises(Corrupted, match="shard has 1,001 bytes, and at most 1,000 are read at once") as caught:
+        await storage.get("shard")
+    assert (caught.value.object.data, caught.value.object.metadata["indices"]) == (b"", "7,8")
+    assert (await storage.get_file("shard", str(tmp_path / "target"))).size == 1001
 
 
 def _flip(bucket: MemoryBucket, key: str) -> None:

@@ -5,6 +5,8 @@ import re
 from typing import Protocol
 
 ABSENT = "*"
+MOST_BYTES = 4 << 30
+"""Of an object that is read into memory whole: anybody who may write to the store may write a larger one."""
 SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,254}")
 
 
@@ -41,7 +43,8 @@ class Object:
 
 
 class Corrupted(StorageError):
-    """The bytes read do not have the sha256 they were written with; `object` is what was read, metadata included."""
+    """The bytes read do not have the sha256 they were written with, or are too many to be read; `object` is what was
+    read, metadata included."""
 
     def __init__(self, message: str, damaged: Object | None = None):
         super().__init__(message)
@@ -55,7 +58,8 @@ class Bucket(Protocol):
     """How messages call this place: its URI."""
 
     async def read(self, key: str) -> Object | None:
-        """The object as it arrived, unchecked; None if there is no such key."""
+        """The object as it arrived, unchecked; None if there is no such key. Raises Corrupted above MOST_BYTES, before
+        it takes the memory."""
         ...
 
     async def read_range(self, key: str, start: int, stop: int, etag: str) -> bytes:
@@ -80,6 +84,13 @@ class Bucket(Protocol):
     async def list(self, folder: str) -> list[ObjectInfo]: ...
 
     async def delete(self, key: str) -> None: ...
+
+
+def check_size(place: str, info: ObjectInfo, metadata: dict[str, str]) -> None:
+    """Raises Corrupted for what is too large to be read whole."""
+    if info.size > MOST_BYTES:
+        reason = f"{place}/{info.key} has {info.size:,} bytes, and at most {MOST_BYTES:,} are read at once"
+        raise Corrupted(reason, Object(info, b"", metadata))
 
 
 def confined(key: str) -> str:

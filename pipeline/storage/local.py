@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
-from pipeline.storage.bucket import ABSENT, Conflict, Object, ObjectInfo, StorageError, Transient
+from pipeline.storage.bucket import ABSENT, Conflict, Object, ObjectInfo, StorageError, Transient, check_size
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -106,6 +106,7 @@ class LocalBucket:
             if file is None:
                 return None
             info, metadata = self._describe(key, file)
+            check_size(self.name, info, metadata)
             with open(file, "rb", closefd=False) as stream:
                 return Object(info, stream.read(), metadata)
 

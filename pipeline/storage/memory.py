@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from typing import ClassVar, Protocol, TypeVar
 
 from pipeline.clock import Clock
-from pipeline.storage.bucket import ABSENT, Bucket, Conflict, Object, ObjectInfo
+from pipeline.storage.bucket import ABSENT, Bucket, Conflict, Object, ObjectInfo, check_size
 from pipeline.storage.client import Storage
 
 T = TypeVar("T")
@@ -82,17 +82,23 @@ class MemoryBucket:
         return cls._named.setdefault(name, cls(clock, f"memory://{name}"))
 
     async def read(self, key: str) -> Object | None:
+        found = await self._find(key)
+        if found:
+            check_size(self.name, found.info, found.metadata)
+        return found
+
+    async def _find(self, key: str) -> Object | None:
         await asyncio.sleep(0)
         return self.objects.get(key)
 
     async def read_range(self, key: str, start: int, stop: int, etag: str) -> bytes:
-        found = await self.read(key)
+        found = await self._find(key)
         if found is None or found.info.etag != etag:
             raise Conflict(f"{self.name}/{key} has changed while it was read")
         return found.data[start:stop]
 
     async def stat(self, key: str) -> tuple[ObjectInfo, dict[str, str]] | None:
-        found = await self.read(key)
+        found = await self._find(key)
         return (found.info, found.metadata) if found else None
 
     async def write(self, key: str, data: bytes, metadata: dict[str, str], condition: str | None) -> ObjectInfo:

@@ -30,7 +30,7 @@ from obstore.exceptions import (
 )
 from obstore.store import S3Store
 
-from pipeline.storage.bucket import ABSENT, Conflict, Object, ObjectInfo, StorageError, Transient
+from pipeline.storage.bucket import ABSENT, Conflict, Object, ObjectInfo, StorageError, Transient, check_size
 
 if TYPE_CHECKING:
     from obstore import Attributes, ObjectMeta, PutMode
@@ -107,7 +107,9 @@ class S3Bucket:
     async def read(self, key: str) -> Object | None:
         async def attempt() -> Object:
             result = await obstore.get_async(self._store, key)
-            return Object(_info(key, result.meta), bytes(await result.bytes_async()), _metadata(result.attributes))
+            info, metadata = _info(key, result.meta), _metadata(result.attributes)
+            check_size(self.name, info, metadata)
+            return Object(info, bytes(await result.bytes_async()), metadata)
 
         return await self._missing(key, attempt())
 
