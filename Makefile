@@ -109,6 +109,7 @@ store-sim: $(READY) ## SEEDS=1000 seeds of kills and faults against the store's 
 	@$(say) "store-sim: $(SEEDS) seeds, each crash of a short run, and planted bugs that must be caught; a quarter of an hour on two cores"
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 	@$(BIN)/python -m tests.exploration --writers 1 --steps 1 --staleness 0
+	@$(BIN)/python -m tests.exploration --writers 1 --steps 2 --staleness 0 --revocations 0 --losses 1
 	@$(BIN)/pytest -m chaos tests/test_simulation.py -k every_crash
 	@$(BIN)/python -m tests.mutations
 

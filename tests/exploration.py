@@ -5,11 +5,12 @@
 A state is what the store holds, what the trainer has in memory, and what each worker last saw. From the first state
 every event is tried in every state: a worker looks or commits, the trainer reads, tells, plans, finishes, publishes,
 saves, collects, takes leases back, or dies at that point and is followed by one that starts from any checkpoint that is
-kept; what a dead trainer had begun to delete is still deleted, sooner or later; a revoked writer is forgotten at any
-moment that the rule for it allows. The trainer is the real Coordinator with its Ledger, Dispatcher, Intake and resume;
-only its store is a dict, and its steps take no time.
+kept, perhaps without control/state.json; what a dead trainer had begun to delete is still deleted, sooner or later; a
+revoked writer is forgotten at any moment that the rule for it allows. The trainer is the real Coordinator with its
+Ledger, Dispatcher, Intake and resume; only its store is a dict, and its steps take no time.
 
-One writer, one step, one crash and one revocation make 26,000 states; larger worlds have not been walked to their end.
+One writer, one step, one crash and one revocation make 27,000 states; two steps and a crash with a loss 198,000; larger
+worlds have not been walked to their end.
 Limits: one group a shard, no damage, no failing prompt, no evaluation; a lost response is a death between the effect
 and its author's next event.
 """
@@ -46,6 +47,8 @@ class Size:
     staleness: int = 1
     crashes: int = 1
     revocations: int = 1
+    losses: int = 0
+    """Crashes at which control/state.json is lost, too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,7 @@ class State:
         """Shard → time."""
         self.doomed: frozenset[str] = frozenset()
         """Keys that a trainer, dead or alive, is about to delete."""
-        self.crashes, self.revocations = size.crashes, size.revocations
+        self.crashes, self.revocations, self.losses = size.crashes, size.revocations, size.losses
         self.following = "plan"
         self.trained: tuple[Plan, ...] = ()
         self.trainer = self._take_over(None)
@@ -128,7 +131,7 @@ class State:
                 self.control and self.control.encode(),
                 self.workers,
                 sorted(self.doomed),
-                self.crashes,
+                (self.crashes, self.revocations, self.losses),
                 self.following,
                 ledger.frontier.to_json(),
                 sorted((index, lease.writer, lease.minimum) for index, lease in ledger.leases.items()),
@@ -199,6 +202,8 @@ class State:
         if self.crashes:
             for number in range(len(self.checkpoints)) if self.checkpoints else [None]:
                 yield "die", (number,)
+                if self.losses:
+                    yield "lose", (number,)
 
     def done(self) -> bool:
         return self.trainer.step == self.size.steps and self.following == "plan"
@@ -315,6 +320,12 @@ class State:
             self.checkpoints = self.checkpoints[: number + 1]
             checkpoint = self.checkpoints[number]
         self._take_over(checkpoint)
+
+    def _lose(self, number: int | None) -> None:
+        """As `die`, and control/state.json is lost."""
+        self.losses -= 1
+        self.control = None
+        self._die(number)
 
     # What must hold
 
