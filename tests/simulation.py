@@ -832,12 +832,15 @@ def main() -> int:
     totals = {scenario: collections.Counter[str]() for scenario in dict.fromkeys(scenarios)}
     with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:
         play = map if options.verbose else pool.map
-        for scenario, outcome in zip(scenarios, play(attempt, seeds, scenarios), strict=True):
+        outcomes = play(attempt, seeds, scenarios)
+        for count, (scenario, outcome) in enumerate(zip(scenarios, outcomes, strict=True), 1):
             if isinstance(outcome, Outcome):
                 totals[scenario].update(outcome.counts)
             else:
                 failures[outcome[0]] += 1
                 print(outcome[1], flush=True)
+            if count % 100 == 0 and count < options.seeds:
+                print(f"{count} of {options.seeds} seeds", flush=True)
     print_totals(totals)
     held, took = options.seeds - failures.total(), time.monotonic() - started
     print(

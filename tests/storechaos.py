@@ -404,6 +404,9 @@ async def play(seeds: dict[str, range], outage_s: float, at_once: int, verbose: 
             async def one(seed: int, scenario: str = scenario, gate: asyncio.Semaphore = gate) -> None:
                 async with gate:
                     outcome = await attempt(Run(seed, scenario, server, outage_s, verbose))
+                totals[scenario]["seeds"] += 1
+                if totals[scenario]["seeds"] % 5 == 0:
+                    print(f"{scenario}: {totals[scenario]['seeds']} seeds", flush=True)
                 if isinstance(outcome, str):
                     failures.append(outcome)
                     print(f"{scenario}: {outcome}", flush=True)

@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import json
 import random
 
@@ -16,7 +17,7 @@ from pipeline.config import (
 from pipeline.coordinator import Coordinator
 from pipeline.dispatch import BARREN
 from pipeline.experience import Rollout, RolloutGroup
-from pipeline.messages import CONTROL_KEY, ControlState, evaluation_key, shard_key
+from pipeline.messages import CONTROL_KEY, ControlState, WriterEntry, evaluation_key, shard_key
 from pipeline.roster import GONE_AFTER
 from pipeline.storage import MemoryBucket, MemoryStorage, Object, StorageError, Transient
 from pipeline.trainer_log import Collect, Fenced, Hopeless, Plan, TrainerLog
@@ -784,8 +785,8 @@ async def test_what_no_checkpoint_needs_is_deleted_and_the_rest_suffices_to_resu
         await scene.trainer()
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["control kept", "control lost"])
-async def test_what_is_collected_during_a_replay_spares_the_plans_still_to_be_replayed(scene: Scene, lost: bool):
+@pytest.mark.parametrize("control", ["kept", "lost", "names it as met again"])
+async def test_what_is_collected_during_a_replay_spares_the_plans_still_to_be_replayed(scene: Scene, control: str):
     """Also where the log alone tells of the writer, which never comes back, and one restart follows another."""
     trainer = await scene.trainer()
     writer = await scene.writer("rollout-0")
@@ -797,12 +798,15 @@ async def test_what_is_collected_during_a_replay_spares_the_plans_still_to_be_re
     await finish(trainer, 1)
     await plan_now(trainer, 2)
 
-    async def lose_control() -> None:
+    async def spoil_control() -> None:
         await scene.tick(trainer, 20 * LEASE_TIMEOUT_S)
-        if lost:
+        if control == "lost":
             del scene.bucket.objects[CONTROL_KEY]
+        elif control != "kept":
+            met = {writer.ulid: WriterEntry("rollout-0", {}, acknowledged=0, final=0)}
+            await scene.plain.put(CONTROL_KEY, dataclasses.replace(await scene.control(), writers=met).encode())
 
-    await lose_control()
+    await spoil_control()
     trainer = await scene.trainer()
     await plan_now(trainer, 1)
     await finish(trainer, 1)
@@ -812,13 +816,13 @@ async def test_what_is_collected_during_a_replay_spares_the_plans_still_to_be_re
         await trainer.collect(state)
         assert used not in scene.bucket.objects
         assert needed in scene.bucket.objects
-        await lose_control()
+        await spoil_control()
         trainer = await scene.trainer(state)
         assert {reference.key for reference in (await plan_now(trainer, 2)).groups} == {needed}
     await finish(trainer, 2)
     await scene.tick(trainer, 20 * LEASE_TIMEOUT_S)
     assert await trainer.collect(trainer.state()) == 1
-    if lost:
+    if control != "kept":
         assert not trainer.state()["writers"]
 
 
