@@ -129,8 +129,10 @@ def _rollout(here: Situation, status: RLJobStatus) -> Fact:
         return Fact.of(False, cause or Cause("RolloutUnavailable" if lost else "WaitingForPods", "no worker is ready"))
     if cause is None and any(found is not None and _rolling(found) for found in lacking):
         return Fact("False", "RollingOut", "workers are being replaced or added")
-    ready, wanted = status.rollout.ready, status.rollout.desired
-    text = f"{ready} of {wanted} workers are ready; training goes on"
+    text = f"{status.rollout.ready} of {status.rollout.desired} workers are ready"
+    if cause is None and not _was_generating(here, status):
+        return Fact("False", "WaitingForPods", f"{text}, enough to begin with")
+    text += "; training goes on" if has_stepped(status) else ", enough to begin with"
     return Fact("False", "RolloutUnavailable", f"{text}: {cause.message}" if cause else text)
 
 

@@ -786,6 +786,30 @@ def test_pods_that_cannot_be_created_are_told(message, reason):
     assert story.condition("TrainerReady")[0] == "True"
 
 
+@pytest.mark.parametrize(
+    ("state", "told", "message"),
+    [
+        ({}, "WaitingForPods", "1 of 4 workers are ready, enough to begin with"),
+        (TROUBLES["CrashLoop"], "RolloutUnavailable", "1 of 4 workers are ready, enough to begin with: "),
+    ],
+)
+def test_before_the_first_step_nothing_is_said_of_training_that_goes_on(state, told, message):
+    story = Story(rollout={"replicas": 4})
+    story.look()
+    story.run_trainer()
+    story.run_workers(1)
+    story.workers()["status"]["updatedReplicas"] = 4
+    story.pods.append(pod(story.workers(), "worker-1", **state))
+    story.look()
+    assert story.condition("RolloutReady") == ("False", told)
+    assert story.entry("RolloutReady")["message"].startswith(message)
+    assert (("Warning", "RolloutUnavailable") in story.told) == (told == "RolloutUnavailable")
+    story.report = {"phase": "training", "step": 1, "version": [0, 1]}
+    story.look(30)
+    story.look()
+    assert story.entry("RolloutReady")["message"].startswith("1 of 4 workers are ready; training goes on")
+
+
 def test_workers_that_are_lost_while_training_goes_on_leave_it_ready():
     story = training(rollout={"replicas": 3})
     story.run_workers(2)
