@@ -31,8 +31,8 @@ def size(bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """ "4s", "3m 20s", "7h 12m", "9d 3h"."""
-    whole = int(seconds)
+    """ "4s", "3m 20s", "7h 12m", "9d 3h"; of a time to come, by a clock that is behind, "0s"."""
+    whole = max(0, int(seconds))
     if whole < 60:
         return f"{whole}s"
     if whole < 3600:

@@ -20,7 +20,7 @@ from operators.observed import Deletion, Event, Key, Object, Observed, Plan, con
 from operators.resolve import Platform
 from operators.situation import EDITION, Situation, deletion, key
 from operators.spec import RLJob
-from operators.spec.status import RLJobStatus
+from operators.spec.status import RLJobStatus, as_stored
 
 Child = dict[str, Any]
 
@@ -36,7 +36,7 @@ def reconcile(observed: Observed, now: datetime.datetime, platform: Platform) ->
     """What to do now for the job; an empty plan where nothing differs from what is wanted."""
     if not concerns_us(observed.job):
         return Plan()
-    status = RLJobStatus.model_validate(observed.job.get("status") or {})
+    status = as_stored(observed.job.get("status") or {})
     over = conditions.holds(status.conditions, "Complete") or conditions.holds(status.conditions, "Failed")
     written = json.dumps(manifest.as_written(observed.job), sort_keys=True)
     try:

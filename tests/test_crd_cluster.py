@@ -298,6 +298,26 @@ def test_a_status_with_an_unknown_field_or_value_is_not_stored(plane, namespace,
     assert plane.api.get("RLJob", "a", namespace)["status"] == {"phase": "Running"}
 
 
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"startTime": "2026-01-01t00:00:00z"},
+        {"startTime": "2026-01-01T00:00:00+99:99"},
+        {"startTime": "2026-02-30T00:00:00Z"},
+        {"attempt": {"notBefore": "2026-01-01T00:00:00.5Z"}},
+        {"training": {"rewards": ["0.5", "n/a"]}},
+        {"metrics": [{"name": "reward/mean", "value": "NaN"}]},
+        {"training": ["step", 3]},
+        {"metrics": {"reward/mean": "0.5"}},
+        {"conditions": [{"type": "Complete", "status": "True"}]},
+    ],
+)
+def test_a_status_that_its_readers_could_not_read_is_refused(plane, namespace, stored, forged):
+    stored(suspend=False)
+    with pytest.raises(ApiError, match=r"Invalid value|Required value"):
+        plane.api.patch("RLJob", "a", namespace, {"status": forged}, "status")
+
+
 def test_explain_reads_well(plane):
     text = plane.kubectl("explain", "rljob.spec.trainer").stdout
     assert "The processes that train" in text

@@ -11,13 +11,14 @@ In trouble the first line says what, the second why, the third what to do; the r
 """
 
 import datetime
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from operators.figures import count, duration, number, one_line, size, sparkline
 from operators.plugin import pods as pod_words
 from operators.plugin import trouble
-from operators.plugin.trouble import holds, seconds_since
+from operators.plugin.trouble import holds, moment, seconds_since
 
 Object = Mapping[str, Any]
 MOST_PODS = 3
@@ -48,7 +49,7 @@ def headline(job: Object, now: datetime.datetime, what: str | None = None) -> st
     """what: the trouble that the job is in."""
     status, training = job.get("status", {}), job.get("status", {}).get("training", {})
     ended, began = status.get("completionTime"), status.get("startTime")
-    since = seconds_since(began or job["metadata"].get("creationTimestamp"), _time(ended) or now)
+    since = seconds_since(began or job["metadata"].get("creationTimestamp"), moment(ended) or now)
     lasting = "after" if ended else "for"
     parts = [f"{job['metadata']['name']}  {phase(job)}" + ("" if since is None else f" {lasting} {duration(since)}")]
     parts[0] += f": {what}" if what else ""
@@ -75,13 +76,18 @@ def phase(job: Object) -> str:
 
 def metrics(job: Object) -> dict[str, float]:
     """Numbers of the newest step; what is no number is left out."""
-    found = {}
-    for entry in job.get("status", {}).get("metrics", []):
-        try:
-            found[entry["name"]] = float(entry["value"])
-        except ValueError:
-            continue
-    return found
+    told = job.get("status", {}).get("metrics", [])
+    found = {entry["name"]: _finite(entry["value"]) for entry in told}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _finite(text: str) -> float | None:
+    """The number that the text says; None where it says none."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def reward(job: Object) -> str | None:
@@ -91,7 +97,8 @@ def reward(job: Object) -> str | None:
         return None
     parts = {name.split("/")[1]: value for name, value in found.items() if name.startswith("reward/")}
     terms = ", ".join(f"{name} {number(value)}" for name, value in parts.items() if name != "mean")
-    course = sparkline([float(value) for value in job["status"].get("training", {}).get("rewards", [])])
+    means = map(_finite, job["status"].get("training", {}).get("rewards", []))
+    course = sparkline([value for value in means if value is not None])
     told = [" ".join(filter(None, (number(mean), course))) + (f"  ({terms})" if terms else "")]
     if "response_length/mean" in found:
         told.append(f"response {found['response_length/mean']:.0f} tokens")
@@ -154,7 +161,7 @@ def checkpoint_and_restarts(job: Object, now: datetime.datetime) -> Iterator[str
     checkpoint = status.get("lastCheckpoint")
     if checkpoint:
         age = seconds_since(checkpoint.get("time"), now)
-        yield f"checkpoint s{checkpoint['step']}" + ("" if age is None else f", {duration(age)} ago")
+        yield f"checkpoint s{checkpoint.get('step', 0)}" + ("" if age is None else f", {duration(age)} ago")
     allowed = job["spec"].get("runPolicy", {}).get("maxRestarts")
     restarts, disruptions = status.get("restarts", 0), status.get("disruptions", 0)
     text = f"restarts {restarts}" + (f" of {allowed}" if allowed is not None else "")
@@ -189,7 +196,7 @@ def last_start(job: Object, now: datetime.datetime) -> str | None:
 
 def store(job: Object) -> str:
     found = job.get("status", {}).get("store")
-    return store_uri(job) + (f" · {size(found['bytes'])} in {found['objects']} objects" if found else "")
+    return store_uri(job) + (f" · {size(found.get('bytes', 0))} in {found.get('objects', 0)} objects" if found else "")
 
 
 def store_uri(job: Object) -> str:
@@ -205,7 +212,3 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 
 def suspended_already(job: Object) -> bool:
     return bool(job["spec"].get("suspend")) or holds(job, "Suspended")
-
-
-def _time(text: str | None) -> datetime.datetime | None:
-    return None if text is None else datetime.datetime.fromisoformat(text)

@@ -56,8 +56,19 @@ def holds(job: Object, kind: str) -> bool:
     return conditions(job).get(kind, {}).get("status") == "True"
 
 
-def seconds_since(time: str | None, now: datetime.datetime) -> float | None:
-    return None if time is None else (now - datetime.datetime.fromisoformat(time)).total_seconds()
+def seconds_since(time: Any, now: datetime.datetime) -> float | None:
+    """None: there is no time, or none that can be read."""
+    then = moment(time)
+    return None if then is None else (now - then).total_seconds()
+
+
+def moment(time: Any) -> datetime.datetime | None:
+    """Of an RFC 3339 text."""
+    try:
+        found = datetime.datetime.fromisoformat(str(time).upper())
+    except ValueError:
+        return None
+    return found if found.tzinfo is not None else None
 
 
 def _unseen(age: float) -> Trouble:

@@ -1,13 +1,36 @@
-"""What the operator tells about an RLJob. Written by it alone; one source of the CRD's status schema."""
+"""What the operator tells about an RLJob. Written by it alone; one source of the CRD's status schema.
 
-from typing import Annotated, Literal
+An admin can write it too: what was stored under an earlier schema and is no value today is left out by `as_stored`.
+"""
+
+import datetime
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
 from operators.spec.fields import Model, text
 
-Time = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
+
+def _moment(time: str) -> str:
+    datetime.datetime.fromisoformat(time)
+    return time
+
+
+Time = Annotated[
+    str,
+    Field(
+        max_length=32,
+        pattern="^[1-9][0-9]{3}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$",
+        json_schema_extra={"format": "date-time"},
+    ),
+    pydantic.AfterValidator(_moment),
+]
+"""UTC in whole seconds, in one way of writing: times are compared as texts. The API server's own check of a date-time
+takes others, some of which no library reads."""
+Number = Annotated[str, text(32, r"-?[0-9]+(\.[0-9]+)?(e[-+][0-9]{2,3})?")]
+"""A decimal number, as "%g" writes it."""
 Short = Annotated[str, text(256, shortest=0)]
 CONDITION_TYPES = (
     "Ready",
@@ -72,7 +95,7 @@ class TrainingStatus(Told):
     """When a step was last seen to finish."""
     eta_seconds: Annotated[int, Field(ge=0)] | None = None
     """Estimated seconds to the end."""
-    rewards: Annotated[list[Annotated[str, text(32)]], Field(max_length=16)] = []
+    rewards: Annotated[list[Number], Field(max_length=16)] = []
     """Mean reward over the run, oldest first: the last that was told in each sixteenth of totalSteps."""
 
 
@@ -143,7 +166,7 @@ class Metric(Told):
 
     name: Annotated[str, text(128)]
     """Name, as in the metrics files: reward/mean."""
-    value: Annotated[str, text(32)]
+    value: Number
     """Value, in decimal."""
 
 
@@ -202,3 +225,33 @@ class RLJobStatus(Told):
     """Numbers of the newest step."""
     conditions: Annotated[list[Condition], Field(max_length=16)] = []
     """All that is told of the job, by type."""
+
+
+def as_stored(told: Mapping[str, Any]) -> RLJobStatus:
+    """The status without the parts of it that are not as they should be; but a condition stays for what it says, since
+    it alone tells that a job is over for good."""
+    try:
+        return RLJobStatus.model_validate(told)
+    except pydantic.ValidationError as error:
+        faults = {fault["loc"][:2] for fault in error.errors()}
+    left = {name: _sound(name, value, faults) for name, value in told.items() if (name,) not in faults}
+    return RLJobStatus.model_validate(left)
+
+
+def _sound(name: str, value: Any, faults: Collection[tuple[int | str, ...]]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: part for key, part in value.items() if (name, key) not in faults}
+    if not isinstance(value, list):
+        return value
+    mended = [(_bare(item) if (name, number) in faults else item) for number, item in enumerate(value)]
+    return [item for item in mended if item is not None]
+
+
+def _bare(item: Any) -> Any | None:
+    """Type and status of a condition, if it is one."""
+    try:
+        said = {"type": item["type"], "status": item["status"]}
+        made = Condition.model_validate(said | {"reason": "Unreadable", "lastTransitionTime": "1970-01-01T00:00:00Z"})
+    except (pydantic.ValidationError, TypeError, KeyError):
+        return None
+    return made.model_dump(by_alias=True)
