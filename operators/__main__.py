@@ -68,6 +68,7 @@ async def serve(options: argparse.Namespace) -> None:
         stack.push_async_callback(cluster.close)
         await stack.enter_async_context(telemetry.serving(metrics, options.port))
         election = Election(cluster, own, identity, ApiError, lambda: health.beat(LEASE))
+        cluster.may_write = election.holds
         namespaces = () if options.all_namespaces else options.namespace
 
         async def lead() -> None:

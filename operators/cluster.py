@@ -112,6 +112,9 @@ class Cluster:
         self.configuration, self.cache, self.status, self.counted = configuration, cache, status, counted
         self.key = b""
         """What the tokens of status ports are derived from."""
+        self.may_write: Callable[[], bool] = lambda: True
+        """Whether this replica still leads. Asked before each write but that of the Lease: its process may be stopped
+        for any time between two requests of a pass."""
         self._client = ApiClient(configuration)
         self._held: dict[JobKey, set[Key]] = {}
         self._refused: dict[JobKey, dict[Key, str]] = {}
@@ -308,8 +311,9 @@ class Cluster:
         metadata = lease["metadata"]
         if "resourceVersion" in metadata:
             path = KINDS["Lease"].path(metadata["namespace"], metadata["name"])
-            return await self._request("update", "PUT", path, body=lease)
-        return await self._request("create", "POST", KINDS["Lease"].path(metadata["namespace"]), body=lease)
+            return await self._request("update", "PUT", path, body=lease, as_leader=False)
+        path = KINDS["Lease"].path(metadata["namespace"])
+        return await self._request("create", "POST", path, body=lease, as_leader=False)
 
     # Requests.
 
@@ -371,7 +375,10 @@ class Cluster:
         body: Any = None,
         content: str = JSON,
         accept: str = JSON,
+        as_leader: bool = True,
     ) -> Any:
+        if as_leader and method != "GET" and not self.may_write():
+            raise ApiError(0, "", f"{method} {path} is not sent: this replica leads no longer")
         with _answering():
             response = await self._send(method, path, query or {}, body, content, accept)
             data = await response.read()

@@ -16,6 +16,7 @@ from operators.observed import Key
 from operators.statusport import StatusPort
 
 KEY = JobKey("team", "sums")
+JOB = {"metadata": {"name": "sums", "namespace": "team", "uid": "u", "resourceVersion": "7"}}
 OWNER = {"kind": "RLJob", "name": "sums", "uid": "u", "controller": True}
 
 
@@ -65,6 +66,33 @@ async def test_what_an_admission_rule_rewrites_is_applied_once_and_again_after_a
         server.cache.put("Deployment", live | {"spec": {"image": "evil"}})
         await server.apply(wanted("miles:2"))
         assert server.writes == 3
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda cluster: cluster.apply(wanted()),
+        lambda cluster: cluster.delete("Job", "sums-trainer-0", "team", "j"),
+        lambda cluster: cluster.write_status(JOB, {"phase": "Running"}),
+    ],
+)
+async def test_a_replica_that_leads_no_longer_writes_nothing_but_its_lease(write: Any) -> None:
+    sent: list[str] = []
+
+    class Silent(Cluster):
+        async def _send(self, method: str, path: str, *values: Any, **options: Any) -> Any:
+            sent.append(method)
+            raise OSError("no server")
+
+    cluster = Silent(Configuration(), Cache(), StatusPort())
+    cluster.may_write = lambda: False
+    with pytest.raises(ApiError):
+        await write(cluster)
+    assert set(sent) <= {"GET"}
+    with pytest.raises(ApiError, match="no server"):
+        await cluster.write_lease({"metadata": {"name": "miles-operator", "namespace": "system"}})
+    assert sent[-1] == "POST"
+    await cluster.close()
 
 
 async def test_what_becomes_as_it_was_applied_is_applied_whenever_that_is_asked_for() -> None:
