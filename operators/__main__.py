@@ -67,14 +67,22 @@ async def serve(options: argparse.Namespace) -> None:
         cluster = Cluster(await load_configuration(), Cache(), status, metrics.counted)
         stack.push_async_callback(cluster.close)
         await stack.enter_async_context(telemetry.serving(metrics, options.port))
-        election = Election(cluster, own, identity, ApiError, lambda: health.beat(LEASE))
+        election = Election(cluster, own, identity, ApiError, lambda: health.beat(LEASE), cluster.clock.now)
         cluster.may_write = election.holds
         namespaces = () if options.all_namespaces else options.namespace
 
         async def lead() -> None:
             cluster.cache = Cache()
             controller = Controller(
-                cluster, reconcile, platform, health, metrics, namespaces, options.workers, election.holds
+                cluster,
+                reconcile,
+                platform,
+                health,
+                metrics,
+                namespaces,
+                options.workers,
+                election.holds,
+                cluster.clock.now,
             )
             await controller.lead(own)
 

@@ -7,7 +7,6 @@ a later pass plans anew.
 
 import base64
 import contextlib
-import datetime
 import json
 import secrets
 import urllib.parse
@@ -24,6 +23,7 @@ from operators import drift, manifest
 from operators.act import Refused
 from operators.cache import Cache, JobKey, controller
 from operators.children import token_secret
+from operators.clock import ServerClock
 from operators.observed import Event, Key, Object
 from operators.spec import API_VERSION, KIND
 from operators.spot import MARKS
@@ -115,6 +115,7 @@ class Cluster:
         self.may_write: Callable[[], bool] = lambda: True
         """Whether this replica still leads. Asked before each write but that of the Lease: its process may be stopped
         for any time between two requests of a pass."""
+        self.clock = ServerClock()
         self._client = ApiClient(configuration)
         self._held: dict[JobKey, set[Key]] = {}
         self._refused: dict[JobKey, dict[Key, str]] = {}
@@ -257,7 +258,7 @@ class Cluster:
 
     async def post_event(self, job: Object, event: Event) -> None:
         """An event that is lost is no error."""
-        metadata, now = job["metadata"], datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        metadata, now = job["metadata"], self.clock.now().strftime("%Y-%m-%dT%H:%M:%SZ")
         body = {
             "metadata": {"name": f"{metadata['name']}.{secrets.token_hex(8)}", "namespace": metadata["namespace"]},
             "involvedObject": {
@@ -404,6 +405,7 @@ class Cluster:
         url = f"{self.configuration.host}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
         answer = await self._client.call_api(method, url, headers, body, _request_timeout=timeout)
         response: aiohttp.ClientResponse = answer.response
+        self.clock.hear(response.headers.get("Date"))
         return response
 
 

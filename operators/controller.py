@@ -64,10 +64,11 @@ class Controller:
         namespaces: Sequence[str] = (),
         workers: int = 64,
         may_act: Callable[[], bool] = lambda: True,
+        now: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
     ) -> None:
         self.cluster, self.reconcile, self.platform = cluster, reconcile, platform
         self.health, self.telemetry, self.namespaces = health, telemetry, namespaces
-        self.workers, self.may_act = workers, may_act
+        self.workers, self.may_act, self.now = workers, may_act, now
         self.queue: WorkQueue[JobKey] = WorkQueue(telemetry.waited.observe)
         self.jobs: dict[JobKey, Known] = {}
         self._doubted: set[JobKey] = set()
@@ -144,7 +145,7 @@ class Controller:
             self._looked.pop(key, None)
             return None
         self._looked[key] = asyncio.get_running_loop().time()
-        plan = self.reconcile(observed, datetime.datetime.now(datetime.UTC), self.platform)
+        plan = self.reconcile(observed, self.now(), self.platform)
         if told and plan.acts and not await self.cluster.holds(observed.job):
             return await self._look(key, told=False)
         await carry_out(plan, observed, self.cluster)
