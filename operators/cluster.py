@@ -1,10 +1,11 @@
 """The operator's client of the API server: the only importer of the kubernetes package. Objects are dicts.
 
 Children are applied server-side under one field manager. A child that was never seen is only ever created, so that a
-name which somebody else holds is not taken. Every request has a deadline; none is repeated here: the pass fails, and
-a later pass plans anew.
+name which somebody else holds is not taken. Every request has a deadline; none but an event's is repeated here: the
+pass fails, and a later pass plans anew.
 """
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -41,6 +42,11 @@ WATCH_S = 75
 """The server then ends a watch properly, a sign of life too (events have no bookmarks); it goes on where it was."""
 APPLY = "application/apply-patch+yaml"
 JSON = "application/json"
+EVENT_LIMIT_S = 10.0
+EVENT_PAUSE_S = 0.25
+"""Before an event is asked for again; doubled each time."""
+BUSY = (0, 429, 500, 502, 503, 504)
+"""Statuses that the same request may not get a moment later."""
 REFUSALS = (400, 403, 413, 422)
 """Statuses that the same request gets again: invalid, forbidden (a quota, an admission rule), too large."""
 NEVER = "1"
@@ -257,7 +263,7 @@ class Cluster:
         self.cache.put_answer(KIND, await self._request("update", "PUT", path, {"fieldManager": MANAGER}, body))
 
     async def post_event(self, job: Object, event: Event) -> None:
-        """An event that is lost is no error."""
+        """One that is lost is no error: refused, or not taken within EVENT_LIMIT_S. No pass comes back to it."""
         metadata, now = job["metadata"], self.clock.now().strftime("%Y-%m-%dT%H:%M:%SZ")
         body = {
             "metadata": {"name": f"{metadata['name']}.{secrets.token_hex(8)}", "namespace": metadata["namespace"]},
@@ -277,8 +283,22 @@ class Cluster:
             "lastTimestamp": now,
             "count": 1,
         }
-        with contextlib.suppress(ApiError):
-            await self._request("create", "POST", KINDS["Event"].path(metadata["namespace"]), body=body)
+        with contextlib.suppress(ApiError, TimeoutError):
+            async with asyncio.timeout(EVENT_LIMIT_S):
+                await self._insist(KINDS["Event"].path(metadata["namespace"]), body)
+
+    async def _insist(self, path: str, body: Mapping[str, Any]) -> None:
+        """Creates an object of a name of its own, so that it is not there twice. Raises ApiError for a refusal."""
+        pause_s = EVENT_PAUSE_S
+        while True:
+            try:
+                await self._request("create", "POST", path, body=body)
+                return
+            except ApiError as error:
+                if error.status not in BUSY:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
 
     async def ensure_token(self, job: Object) -> None:
         """The Secret that lets the trainer know our requests. It is never read: one that is there already is right,

@@ -1,5 +1,6 @@
 """The operator's client where the API server does not do as it is asked; on a real one: tests.test_operator*."""
 
+import asyncio
 import contextlib
 import copy
 from collections.abc import AsyncIterator
@@ -11,9 +12,10 @@ from kubernetes.aio.client import Configuration
 from operators import drift
 from operators.act import Refused
 from operators.cache import Cache, JobKey
-from operators.cluster import ApiError, Cluster
-from operators.observed import Key
+from operators.cluster import EVENT_LIMIT_S, ApiError, Cluster
+from operators.observed import Event, Key
 from operators.statusport import StatusPort
+from tests.virtual import in_virtual_time
 
 KEY = JobKey("team", "sums")
 JOB = {"metadata": {"name": "sums", "namespace": "team", "uid": "u", "resourceVersion": "7"}}
@@ -92,6 +94,40 @@ async def test_a_replica_that_leads_no_longer_writes_nothing_but_its_lease(write
     with pytest.raises(ApiError, match="no server"):
         await cluster.write_lease({"metadata": {"name": "miles-operator", "namespace": "system"}})
     assert sent[-1] == "POST"
+    await cluster.close()
+
+
+class Busy(Cluster):
+    """Answers to each request with the next of these statuses, the last one for ever; None: not at all."""
+
+    def __init__(self, *statuses: int | None) -> None:
+        super().__init__(Configuration(), Cache(), StatusPort())
+        self.statuses, self.asked = list(statuses), list[Any]()
+
+    async def _request(self, verb: str, method: str, path: str, *values: Any, body: Any, **options: Any) -> Any:
+        self.asked.append(body)
+        status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        if status is None:
+            await asyncio.Event().wait()
+        elif status >= 400 or status == 0:
+            raise ApiError(status, "", "no")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "asked"),
+    [((201,), 1), ((0, 429, 503, 201), 4), ((403, 201), 1), ((409, 201), 1), ((500,), 6), ((None,), 1)],
+    ids=["taken", "taken after a while", "refused", "there already", "never taken", "never answered"],
+)
+@in_virtual_time
+async def test_an_event_is_asked_for_again_while_the_server_is_busy_and_then_given_up(
+    statuses: tuple[int | None, ...], asked: int
+) -> None:
+    cluster = Busy(*statuses)
+    began = asyncio.get_running_loop().time()
+    await cluster.post_event(JOB, Event("Warning", "BackOff", "it failed"))
+    assert len(cluster.asked) == asked
+    assert len({body["metadata"]["name"] for body in cluster.asked}) == 1
+    assert asyncio.get_running_loop().time() - began <= EVENT_LIMIT_S
     await cluster.close()
 
 
