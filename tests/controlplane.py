@@ -21,8 +21,9 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -85,11 +86,20 @@ class Request:
 class ControlPlane:
     """A running control plane; `folder` is for files of the tests' own."""
 
-    def __init__(self, folder: pathlib.Path, kubeconfig: pathlib.Path, kubectl: str, kubelet: pathlib.Path):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        kubeconfig: pathlib.Path,
+        kubectl: str,
+        kubelet: pathlib.Path,
+        interrupt: Callable[[str, float], None] = lambda program, seconds: pytest.skip("it is not ours to interrupt"),
+    ):
+        """interrupt: kills a program, and starts it again after so many seconds, with what it had stored."""
         self.folder = folder
         self.kubeconfig = kubeconfig
         self.kubelet_kubeconfig = kubelet
         self.api = Api(kubeconfig)
+        self.interrupt = interrupt
         self._kubectl = kubectl
 
     def kubectl(
@@ -195,21 +205,35 @@ def running(folder: pathlib.Path, node_address: str | None = None) -> Iterator[C
     layout = Layout(folder, daemons.free_ports(5), node_address)
     tokens = {user: secrets.token_hex(16) for user in USERS}
     _write_files(layout, tokens)
+    parts = {
+        "etcd": (_etcd(layout), f"{layout.etcd}/readyz"),
+        "kube-apiserver": (_apiserver(layout), f"{layout.server}/readyz"),
+        "kube-controller-manager": (_controllers(layout), f"https://127.0.0.1:{layout.ports[1]}/healthz"),
+        "kube-scheduler": (_scheduler(layout), f"https://127.0.0.1:{layout.ports[2]}/healthz"),
+    }
+    processes: dict[str, subprocess.Popen[bytes]] = {}
     with contextlib.ExitStack() as stack:
 
-        def start(program: str, flags: list[str], health: str) -> None:
-            log = folder / f"{program}.log"
+        def start(program: str) -> None:
+            (flags, health), log = parts[program], folder / f"{program}.log"
             process = stack.enter_context(daemons.running([str(programs / program), *flags], log))
             daemons.wait_until(lambda: _answers(health), process, log, START_LIMIT_S)
+            processes[program] = process
 
-        start("etcd", _etcd(layout), f"{layout.etcd}/readyz")
-        start("kube-apiserver", _apiserver(layout), f"{layout.server}/readyz")
+        def interrupt(program: str, seconds: float) -> None:
+            processes[program].kill()
+            processes[program].wait()
+            time.sleep(seconds)
+            start(program)
+
+        start("etcd")
+        start("kube-apiserver")
         for user in USERS:
             _write_kubeconfig(layout, user, tokens[user])
-        start("kube-controller-manager", _controllers(layout), f"https://127.0.0.1:{layout.ports[1]}/healthz")
-        start("kube-scheduler", _scheduler(layout), f"https://127.0.0.1:{layout.ports[2]}/healthz")
+        start("kube-controller-manager")
+        start("kube-scheduler")
         plane = ControlPlane(
-            folder, layout.kubeconfig("admin"), str(programs / "kubectl"), layout.kubeconfig("kubelet")
+            folder, layout.kubeconfig("admin"), str(programs / "kubectl"), layout.kubeconfig("kubelet"), interrupt
         )
         _keep_parameters_followed(plane)
         yield plane
