@@ -33,6 +33,9 @@ SHARED_GPU_FRACTION = 0.4  # of a GPU's memory, for vLLM, where trainer and serv
 CPU_CACHE = {"name": "VLLM_CPU_KVCACHE_SPACE", "value": "1"}
 """GiB of keys and values that a server on a CPU holds, unless the job's own variables say otherwise."""
 STARTUP = {"periodSeconds": 10, "failureThreshold": 60}
+ORDERLY_END = ("--shutdown-timeout", "5")
+"""Seconds for vLLM's engine to take itself apart. Without, its server kills it at once, and each end of one leaves its
+shared memory behind (0.32)."""
 
 Dict = dict[str, Any]
 
@@ -73,7 +76,7 @@ def vllm(job: RLJob, platform: Platform, image: str) -> Dict:
         *("--served-model-name", "policy", "--host", LOOPBACK, "--port", "$(MILES_VLLM_PORT)"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--max-model-len", str(rollout.max_model_len), "--seed", str(job.spec.data.seed)),
-        *("--dtype", _dtype(job, on_gpu), "--disable-uvicorn-access-log"),
+        *("--dtype", _dtype(job, on_gpu), "--disable-uvicorn-access-log", *ORDERLY_END),
         *("--worker-extension-cls", "pipeline.vllm_worker.PackedHeads"),
     ]
     if not (on_gpu if rollout.compile is None else rollout.compile):
@@ -174,7 +177,7 @@ def reward_model(reward: Reward, platform: Platform, image: str) -> Dict:
     arguments = [
         *("--model", path, "--served-model-name", "reward", "--runner", "pooling", "--convert", "classify"),
         *("--host", LOOPBACK if platform.local else "0.0.0.0", "--port", "$(MILES_VLLM_PORT)"),
-        *("--dtype", "bfloat16" if on_gpu else "float32", "--disable-uvicorn-access-log"),
+        *("--dtype", "bfloat16" if on_gpu else "float32", "--disable-uvicorn-access-log", *ORDERLY_END),
         *([] if on_gpu else ["--enforce-eager"]),
     ]
     return {

@@ -270,7 +270,11 @@ class Run:
         if not lives and not trainer.done():
             return Outcome(code, f"stopped before the trainer had started; {RESUME_HINT}")
         grace = max((life.spec.grace_s for life in lives), default=0.0)
-        if not trainer.done() and await self.request_pause():
+        asked = not trainer.done() and await self.request_pause()
+        # What they still deliver waits in the store; the trainer needs none of it for its checkpoint.
+        others = self.lives(pod for pod in self.placement.pods if pod.restart)
+        others_end = asyncio.create_task(self.supervisor.stop(others))
+        if asked:
             deadline = time.monotonic() + grace
             while not trainer.done() and (left := deadline - time.monotonic()) > 0:
                 self.progress.notice = f"the trainer writes a checkpoint (at most {left:.0f} s; Ctrl-C again kills it)"
@@ -279,6 +283,8 @@ class Run:
             self.progress.notice = f"the trainer ends (at most {grace:.0f} s; Ctrl-C again kills it)"
             await self.supervisor.stop(lives)
         exit = await trainer
+        self.progress.notice = "the processes end; Ctrl-C again kills them"
+        await others_end
         if exit is not None and exit.code == COMPLETE:
             return Outcome(COMPLETE, "complete")
         saved = "paused, a checkpoint is written" if exit is not None and exit.code == PAUSED else "stopped"

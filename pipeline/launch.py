@@ -42,7 +42,9 @@ def main() -> None:
         termination.report(str(error))
         sys.exit(termination.FAILED if isinstance(error, Unavailable) else termination.USER_ERROR)
     patience = str(config.trainer.stop_grace_s + KILL_DELAY_S)
-    sys.exit(torchrun(["--shutdown-timeout", patience, "-m", "pipeline.trainer"]))
+    code = torchrun(["--shutdown-timeout", patience, "-m", "pipeline.trainer"])
+    sys.stdout.flush()
+    os._exit(code)  # taking torch apart would cost a second, in which the run is over and nobody knows
 
 
 def load() -> RunConfig:

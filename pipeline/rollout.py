@@ -275,11 +275,12 @@ class Worker:
         if self._special:
             self._special.cancel()
             await asyncio.gather(self._special, return_exceptions=True)
-        if self.control.stop is not None:
+        if self.control.stop is None:
+            self.writer.hand_back(sorted(self.control.leases.keys() - self.groups.held))
+            await self._tell()
+        if self.control.stop is not None:  # as may be learned only now: whoever ends the run ends us at once
             await self.groups.abort(self.groups.held)
             return
-        self.writer.hand_back(sorted(self.control.leases.keys() - self.groups.held))
-        await self._tell()
         if self.groups.running:
             grace = asyncio.create_task(self.clock.sleep(GRACE_S))
             settled = asyncio.create_task(self._settled())
@@ -298,7 +299,7 @@ class Worker:
 
     async def _tell(self) -> None:
         try:
-            await self.writer.sync(self._report())
+            self.control = await self.writer.sync(self._report())
         except StorageError as error:
             logger.warning("%s", error)
 

@@ -190,7 +190,7 @@ async def test_a_worker_that_keeps_crashing_ends_the_run(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_signal_asks_the_trainer_for_a_checkpoint_before_anything_ends(
+async def test_a_signal_asks_the_trainer_for_a_checkpoint_and_meanwhile_ends_the_workers(
     start: Start, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     running = asyncio.create_task(start(trainer="hang").execute())
@@ -199,12 +199,9 @@ async def test_a_signal_asks_the_trainer_for_a_checkpoint_before_anything_ends(
     os.kill(os.getpid(), number)
     assert await running == 128 + number
     order = [note for note in notes(tmp_path) if "attempt" not in note and "fetch" not in note]
-    assert order == [
-        "trainer: paused by request",
-        "trainer: checkpoint written",
-        "worker: worker left",
-        "vllm: vllm left",
-    ]
+    assert order[0] == "trainer: paused by request"
+    assert sorted(order[1:]) == ["trainer: checkpoint written", "vllm: vllm left", "worker: worker left"]
+    assert order.index("worker: worker left") < order.index("vllm: vllm left")
     assert "paused, a checkpoint is written; the same command goes on" in capsys.readouterr().out
 
 

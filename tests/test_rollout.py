@@ -531,6 +531,21 @@ def test_on_sigterm_a_group_that_takes_too_long_is_handed_back(play: Any) -> Non
     play(test)
 
 
+def test_a_worker_that_is_stopped_because_the_run_is_over_finishes_no_group(play: Any) -> None:
+    async def test(stage: Stage) -> None:
+        stage.engine.seconds = 5.0
+        await stage.trainer.grant(stage.worker, {0: 0})
+        await stage.until(lambda: stage.engine.running == 1)
+        await stage.trainer.tell(stop="complete")
+        started = asyncio.get_running_loop().time()
+        stage.worker.stop()
+        await stage.running
+        assert asyncio.get_running_loop().time() - started < 1.0
+        assert not await stage.trainer.delivered()
+
+    play(test)
+
+
 def test_when_the_run_is_over_the_worker_ends_by_itself(play: Any) -> None:
     async def test(stage: Stage) -> None:
         stage.engine.seconds = 300.0
