@@ -33,6 +33,8 @@ CAUSES: tuple[tuple[str, str], ...] = (
      "vLLM's CPU engine cannot run this model's attention head size; 32, 64, 80, 96, 112, 128 and 256 work"),
     (r"rendezvous|RendezvousTimeout|RendezvousConnectionError",
      "the trainer's processes did not find each other: another process may use their port"),
+    (r"torchinductor.*(?:file too short|invalid ELF|truncated)",
+     "PyTorch was killed while it compiled: delete the folder torchinductor in ~/.cache/miles"),
     (r"Permission denied|EACCES|Errno 13",
      "a file or folder may not be read or written by this user"),
 )  # fmt: skip

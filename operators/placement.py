@@ -25,6 +25,9 @@ COMPONENT_LABEL = "app.kubernetes.io/component"
 MACHINE_MOUNTS = ("/tmp", "/dev/shm")
 """Mounts that every machine has already, and that paths of the user may lie in. Instead of a volume, TMPDIR and
 variables with that very value name a folder of the pod."""
+COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Where PyTorch keeps what it has compiled: in TMPDIR, it would compile for each run anew (vLLM on a CPU: most of a
+minute, eager or not)."""
 FOREIGN = re.compile(r"PET_|MASTER_|MILES_|RANK$|WORLD_SIZE$|LOCAL_RANK$")
 """Variables of the caller that no child inherits: they would steer torchrun or the data plane."""
 
@@ -294,6 +297,9 @@ class Builder:
     def local_environment(self) -> dict[str, str]:
         local = {"MILES_RUN_DIR": self.run_folder, "MILES_STATUS_HOST": LOOPBACK}
         local["TMPDIR"] = f"{self.scratch}/{self.pod.name}"
+        if home := self.caller.get("HOME"):
+            caches = self.caller.get("XDG_CACHE_HOME") or f"{home}/.cache"
+            local[COMPILED_VARIABLE] = self.caller.get(COMPILED_VARIABLE) or f"{caches}/miles/torchinductor"
         if self.gpus:
             local["CUDA_VISIBLE_DEVICES"] = ",".join(self.pod.gpus)
         if TOKEN_VARIABLE in self.caller:

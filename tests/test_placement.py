@@ -139,6 +139,23 @@ def test_only_the_caller_s_harmless_variables_are_inherited() -> None:
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "PET_NNODES", "MILES_CONFIG"} & set(environment)
 
 
+@pytest.mark.parametrize(
+    ("caller", "expected"),
+    [
+        ({"HOME": "/home/u"}, "/home/u/.cache/miles/torchinductor"),
+        ({"HOME": "/home/u", "XDG_CACHE_HOME": "/c"}, "/c/miles/torchinductor"),
+        ({"HOME": "/home/u", "TORCHINDUCTOR_CACHE_DIR": "/t"}, "/t"),
+        ({}, None),
+    ],
+)
+def test_what_pytorch_compiles_outlives_the_run_s_temporary_folder(
+    caller: dict[str, str], expected: str | None
+) -> None:
+    environment = only(place(deployment(container()), environment=caller, scratch="/scratch")).environment
+    assert environment["TMPDIR"] == "/scratch/rollout-0"
+    assert environment.get("TORCHINDUCTOR_CACHE_DIR") == expected
+
+
 def test_command_arguments_and_python_are_those_of_this_machine() -> None:
     main = container(command=["python", "-m", "x"], args=["--port", "$(X_PORT)"], env=[variable("X_PORT", "8000")])
     assert only(place(deployment(main))).command == (sys.executable, "-m", "x", "--port", "8000")
