@@ -93,7 +93,8 @@ def rollout(job: RLJob, config: RunConfig, platform: Platform) -> Dict:
     if spec.spot and not platform.local:
         pod = spot.placed(pod)
     # A changed configuration replaces the workers; a new attempt or policy version does not.
-    digest = hashlib.sha256(config.model_copy(update={"attempt": 0}).model_dump_json().encode()).hexdigest()[:16]
+    read = config.model_copy(update={"attempt": 0}).model_dump_json(exclude={"given"})
+    digest = hashlib.sha256(read.encode()).hexdigest()[:16]
     annotations = {"miles.dev/config": digest}
     replicas = 0 if job.spec.suspend else spec.replicas
     return _deployment(

@@ -79,17 +79,18 @@ def _child(node: Node, name: str) -> Node | None:
     return fields(node).get(name, values if isinstance(values, dict) else anything)
 
 
-def set_values(value: Any, node: Node, path: Path = ()) -> Iterator[tuple[Path, Any, Node]]:
-    """Every (path, value, node) of a resource dumped by alias whose value is not the field's default."""
-    if value == node.get("default") or value is None:
+def set_values(value: Any, node: Node, path: Path = (), defaults: bool = False) -> Iterator[tuple[Path, Any, Node]]:
+    """Every (path, value, node) of a resource dumped by alias whose value is not the field's default; with `defaults`
+    all that it holds."""
+    if value is None or (value == node.get("default") and not defaults):
         return
     yield path, value, node
     if isinstance(value, dict):
         for key, child in node.get("properties", {}).items():
-            yield from set_values(value.get(key), child, (*path, key))
+            yield from set_values(value.get(key), child, (*path, key), defaults)
     if isinstance(value, list):
         for number, item in enumerate(value):
-            yield from set_values(item, node["items"], (*path, number))
+            yield from set_values(item, node["items"], (*path, number), defaults)
 
 
 def unknown(value: Any, node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:

@@ -272,6 +272,9 @@ class RunConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     store: StoreConfig
     output: OutputConfig | None = None
+    given: dict[str, Any] = {}
+    """Field of the RLJob's spec, such as `trainer.nodes` or `rewards[0].name` → what it says there. For people: nothing
+    is decided by it."""
 
 
 def load(path: str | None = None) -> RunConfig:

@@ -311,11 +311,17 @@ def test_an_update_of_the_workers_never_needs_more_gpus():
     assert strategy["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
-def test_a_changed_setting_replaces_the_workers():
-    def annotation(job):
-        return only(job, "Deployment", "rollout")["spec"]["template"]["metadata"]["annotations"]["miles.dev/config"]
+def annotation(job):
+    return only(job, "Deployment", "rollout")["spec"]["template"]["metadata"]["annotations"]["miles.dev/config"]
 
+
+def test_a_changed_setting_replaces_the_workers():
     assert annotation(job()) != annotation(job(data={"sets": [{"generator": "reasoning-gym/chain_sum"}], "seed": 1}))
+
+
+def test_a_setting_that_workers_do_not_read_leaves_them_alone():
+    kept = {annotation(each) for each in (job(), job(runPolicy={"maxRestarts": 7}))}
+    assert len(kept) == 1
 
 
 def test_a_suspended_job_has_children_but_no_pods():
@@ -547,6 +553,25 @@ def test_what_the_user_set_wins_over_the_algorithms_defaults():
 
 def test_the_runs_prefix_names_namespace_job_and_run():
     assert config(job()).store.uri == "s3://team-a/miles/default/arithmetic/run-1"
+
+
+def test_the_run_configuration_keeps_what_the_user_wrote_for_people():
+    variables = [{"name": "TOKEN", "value": "concealed"}]
+    written = job(trainer={"nodes": 1, "processesPerNode": 2, "template": {"env": variables}})
+    local = resolve.run_config(written, "r", Platform(local=True)).given
+    assert (local["trainer.nodes"], local["trainer.processesPerNode"]) == (1, 2)
+    assert local["trainer.template.env[0].name"] == "TOKEN"
+    assert "concealed" not in str(local)
+    assert "data.seed" not in local
+    in_a_cluster = resolve.run_config(RLJob.model_validate(filled_in(written)), "r", Platform()).given
+    assert {"trainer.nodes": 1}.items() - in_a_cluster.items(), "there a default is one"
+    assert in_a_cluster["trainer.processesPerNode"] == 2
+    assert "data.seed" not in in_a_cluster
+
+
+def filled_in(job):
+    """As an API server keeps it: with all defaults."""
+    return job.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def test_every_field_of_the_run_configuration_is_decided_by_the_spec_or_left_at_its_default_on_purpose():

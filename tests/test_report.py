@@ -379,6 +379,17 @@ def test_the_configuration_of_each_list_item_stands_under_its_name(tmp_path):
     assert "runId" not in str(cards)
 
 
+def test_what_the_rljob_sets_is_shown_in_its_own_words(tmp_path):
+    found = {"algorithm.learningRate": "1e-3", "trainer.nodes": 1, "trainer.template.env[0].name": "TOKEN"}
+    found |= {"data.sets[0].uri": "https://user:concealed@host/sums.jsonl"}
+    assert report_configuration.given(configuration(tmp_path, given=found)) == [
+        {"title": "algorithm", "rows": [("learningRate", "1e-3", True)]},
+        {"title": "trainer", "rows": [("nodes", "1", True)]},
+        {"title": "trainer.template.env[0]", "rows": [("name", "TOKEN", True)]},
+        {"title": "data.sets[0]", "rows": [("uri", "https://…@host/sums.jsonl", True)]},
+    ]
+
+
 @pytest.mark.parametrize("run", ["nowhere", "file:///nowhere/at/all", "ftp://host/run", "."])
 def test_what_is_no_run_is_refused_in_one_line(tmp_path, run, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -38,7 +38,7 @@ NAMES = {
 UNITS = {"_s": "_seconds", "_mib": "_mebibytes"}
 """Suffix of a name in RunConfig → in full, as the RLJob has it."""
 INTERNAL = {
-    *("run_id", "attempt", "model.path", "rewards.folder", "environment.folder"),
+    *("run_id", "attempt", "given", "model.path", "rewards.folder", "environment.folder"),
     *("data.sets.samples", "data.sets.temperature", "evaluation.sets.weight"),
     *("rollout.flush_s", "rollout.shard_groups", "rollout.poll_s", "rollout.heartbeat_s", "rollout.lease_timeout_s"),
     *("rollout.group_timeout_s", "rollout.max_failures"),
@@ -47,6 +47,15 @@ INTERNAL = {
 
 Row = tuple[str, str, bool]
 """(field, value, whether it differs from the default)"""
+
+
+def given(config: RunConfig) -> list[dict[str, Any]]:
+    """The same for what the RLJob sets, in its own words; [] where the run's configuration does not tell."""
+    found: dict[str, list[Row]] = {}
+    for path, value in config.given.items():
+        parent, _, name = path.rpartition(".")
+        found.setdefault(parent or "spec", []).append((name, spelled(value), True))
+    return [{"title": title, "rows": rows} for title, rows in found.items()]
 
 
 def cards(config: RunConfig) -> list[dict[str, Any]]:

@@ -474,12 +474,14 @@ function fold(block) {
 // ---- configuration -------------------------------------------------------------------------------------------------
 
 function configuration() {
-  const cards = run.configuration.map(({title, rows}) => element("section", {class: "card" + (rows.some(([, , set]) => set) ? "" : " default")},
+  const cards = found => found.map(({title, rows}) => element("section", {class: "card" + (rows.some(([, , set]) => set) ? "" : " default")},
     element("h4", {}, title), element("table", {}, element("tbody", {}, ...rows.map(([key, text, set]) =>
       element("tr", {class: set ? "" : "default"}, element("td", {class: "key"}, key), element("td", {class: "val"}, text)))))));
-  const grid = element("div", {class: "settings"}, ...cards);
-  const all = element("input", {type: "checkbox", onchange: () => grid.classList.toggle("all", all.checked)});
-  const parts = [element("label", {class: "note"}, all, " show defaults too"), grid];
+  const parts = run.given.length
+    ? [element("p", {class: "note"}, "What the RLJob sets, as it is written there"), element("div", {class: "settings"}, ...cards(run.given)),
+       element("details", {}, element("summary", {}, "All values that the run was made with, defaults included"),
+         element("div", {class: "settings all"}, ...cards(run.configuration)))]
+    : [element("div", {class: "settings"}, ...cards(run.configuration))];
   if (run.attempts.length)
     parts.push(element("h3", {}, "Changes between attempts"), element("div", {class: "card"}, element("table", {}, element("tbody", {},
       ...run.attempts.map(([attempt, key, before, after]) => element("tr", {}, element("td", {class: "key"}, `attempt ${attempt}: ${key}`),

@@ -23,6 +23,7 @@ def of(config: RunConfig, past: History, delivery: dict[str, Any] | None) -> dic
         "summary": {"reward": reward(past), "speed": speed(past), "staleness": staleness(config, past)},
         "drops": past.drops.most_common(),
         "delivered": delivered(config, delivery),
+        "given": configuration.given(config),
         "configuration": configuration.cards(config),
         "attempts": configuration.changes(past.attempts),
     }
