@@ -41,8 +41,8 @@ class Dispatcher:
         self.suspicions = Suspicions(config.rollout.max_failures)
         self.why: dict[DropReason, str] = {}
         """Of groups that the next plan drops: why the first one for that reason."""
-        # A server of rewards may only be starting yet.
-        self._impatient = not any(reward.endpoint or reward.model for reward in config.rewards)
+        # A user's server may only be starting yet; for a reward model's, workers wait.
+        self._impatient = not any(reward.endpoint for reward in config.rewards)
 
     # Plans
 

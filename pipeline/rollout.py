@@ -30,6 +30,7 @@ from pipeline.inference import VLLM, EngineError
 from pipeline.messages import EvaluationRequest
 from pipeline.policies import Policies, scratch
 from pipeline.prompts import PromptSource
+from pipeline.rewards.model import Unready
 from pipeline.rewards.scorer import Scorer
 from pipeline.sampling import TOLD, Sampler
 from pipeline.storage import Storage, StorageError, open_storage
@@ -360,10 +361,24 @@ async def serve(config: RunConfig, url: str, instance: str) -> None:
         worker = Worker(config, storage, writer, prompts, sampler, evaluations, clock, policies, aside)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, worker.stop)
-        server = status.StatusServer("miles_rollout", worker.status, worker.gauges, worker.waiting_for)
+        server = status.StatusServer(
+            "miles_rollout", worker.status, worker.gauges, lambda: scorer.waiting_for or worker.waiting_for()
+        )
         stack.push_async_callback(server.stop)
         await status.serve(server)
+        await unless(worker.stopping, scorer.until_ready(clock))
         await worker.run()
+
+
+async def unless(stopping: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work`, or leave it where it is as soon as `stopping` is set. Raises what it raises."""
+    told = asyncio.create_task(stopping.wait())
+    doing = asyncio.create_task(work)
+    await asyncio.wait({told, doing}, return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+    doing.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await doing
 
 
 def main() -> None:
@@ -376,7 +391,7 @@ def main() -> None:
     try:
         config = configuration.load()
         asyncio.run(serve(config, _environment("VLLM_URL"), _environment("MILES_INSTANCE")))
-    except (StorageError, EngineError, Superseded) as error:
+    except (StorageError, EngineError, Superseded, Unready) as error:
         termination.report(str(error))
         sys.exit(termination.FAILED)
     except ValueError as error:

@@ -11,7 +11,9 @@ from aiohttp import web
 
 from pipeline.config import RewardConfig
 from pipeline.prompts.generated import Generator
+from pipeline.rewards.model import Unready
 from pipeline.rewards.scorer import MOST_PROCESSES, Score, Scorer
+from tests.conftest import SkippingClock
 
 SAMPLE: dict[str, Any] = {
     "prompt": "2 + 2 =",
@@ -461,6 +463,47 @@ async def test_a_reward_model_gives_its_raw_logit(
     config = RewardConfig(name="rm", model=await serve(reply), parameters={"form": form})
     assert (await score(config)).total == -1.5
     assert received == [("/pooling", {**expected, "task": "classify", "use_activation": False})]
+
+
+@pytest.fixture
+async def starting() -> AsyncIterator[tuple[str, list[int]]]:
+    """(URL of a reward model's server, what its /health answers, the last of them for ever)."""
+    answers = [503, 503, 200]
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response(status=answers.pop(0) if len(answers) > 1 else answers[0])
+
+    application = web.Application()
+    application.router.add_get("/health", health)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}", answers
+    await runner.cleanup()
+
+
+async def test_a_reward_model_is_waited_for_until_its_server_has_loaded_it(starting: tuple[str, list[int]]) -> None:
+    url, answers = starting
+    said = []
+
+    class Told(SkippingClock):
+        async def sleep(self, seconds: float) -> None:
+            said.append(scorer.waiting_for)
+            await super().sleep(seconds)
+
+    async with Scorer([RewardConfig(name="judge", model=url)]) as scorer:
+        await scorer.until_ready(Told())
+        assert (said, answers, scorer.waiting_for) == (["reward model judge"] * 2, [200], None)
+
+
+@pytest.mark.parametrize("url", [None, "http://127.0.0.1:9"], ids=["never ready", "nobody there"])
+async def test_a_reward_model_that_never_comes_up_is_not_waited_for_longer_than_it_may_take(
+    starting: tuple[str, list[int]], url: str | None
+) -> None:
+    starting[1][:] = [503]
+    async with Scorer([RewardConfig(name="judge", model=url or starting[0])]) as scorer:
+        with pytest.raises(Unready, match=r"reward model judge: http.* is not ready after 600 s"):
+            await scorer.until_ready(SkippingClock())
 
 
 async def test_samples_are_scored_by_a_bounded_number_of_processes(tmp_path: pathlib.Path) -> None:

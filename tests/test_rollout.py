@@ -748,6 +748,18 @@ def test_an_evaluation_that_is_withdrawn_is_aborted(play: Any) -> None:
     play(test)
 
 
+def test_work_is_left_where_it_is_as_soon_as_the_worker_is_to_stop(play: Any) -> None:
+    async def test(stage: Stage) -> None:
+        stopping = asyncio.Event()
+        waiting = asyncio.create_task(rollout.unless(stopping, asyncio.sleep(600)))
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        stopping.set()
+        await asyncio.wait_for(waiting, 1)
+
+    play(test)
+
+
 def test_status_tells_what_the_worker_does_and_what_it_waits_for(play: Any) -> None:
     async def test(stage: Stage) -> None:
         stage.engine.seconds = 30.0

@@ -2,9 +2,20 @@
 
 from typing import Any
 
+import aiohttp
+
+from pipeline.clock import Clock
 from pipeline.rewards.endpoint import Endpoint
 from pipeline.rewards.values import Value, number
 from pipeline.usercode.process import SampleError
+
+START_LIMIT_S = 600.0
+"""As long as the start-up probe of its server lets it load."""
+LOOK_S = 1.0
+
+
+class Unready(Exception):
+    """A reward model's server has not come up."""
 
 
 class RewardModel(Endpoint):
@@ -16,6 +27,22 @@ class RewardModel(Endpoint):
         if form not in ("chat", "text", "ids"):
             raise ValueError(f"reward {name}: parameter form is {form!r}; use chat, text or ids")
         self._form = form
+
+    async def until_ready(self, clock: Clock) -> None:
+        """Return once the server answers, which it does when it has loaded the model. Raises Unready if it is late."""
+        deadline = clock.now() + START_LIMIT_S
+        while not await self._is_ready():
+            if clock.now() > deadline:
+                raise Unready(f"reward model {self.name}: {self._url} is not ready after {START_LIMIT_S:.0f} s")
+            await clock.sleep(LOOK_S)
+
+    async def _is_ready(self) -> bool:
+        assert self._session, "start() comes first"
+        try:
+            async with self._session.get(f"{self._url.rstrip('/')}/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
 
     async def score(self, arguments: dict[str, Any]) -> Value:
         # Without use_activation a sigmoid would squash the score.

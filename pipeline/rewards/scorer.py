@@ -14,6 +14,7 @@ import os
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from pipeline.clock import Clock
 from pipeline.config import RewardConfig
 from pipeline.rewards.endpoint import Endpoint
 from pipeline.rewards.function import FunctionProcesses
@@ -67,6 +68,8 @@ class Scorer:
         self._rewards = [make(config, offered) for config in self.configs]
         self.failures: collections.Counter[str] = collections.Counter()
         """Samples that a reward failed on, by its name."""
+        self.waiting_for: str | None = None
+        """What `until_ready` waits for, in words."""
 
     async def __aenter__(self) -> "Scorer":
         try:
@@ -80,6 +83,14 @@ class Scorer:
         for reward in self._rewards:
             with contextlib.suppress(Exception):
                 await reward.close()
+
+    async def until_ready(self, clock: Clock) -> None:
+        """Return once the servers of all reward models answer: until then each sample would be lost. Raises Unready."""
+        for reward in self._rewards:
+            if isinstance(reward, RewardModel):
+                self.waiting_for = f"reward model {reward.name}"
+                await reward.until_ready(clock)
+        self.waiting_for = None
 
     async def score(self, arguments: dict[str, Any]) -> Score:
         """One completion, given by the keyword arguments that `pipeline.rewards` describes."""
