@@ -310,7 +310,8 @@ class Run:
                 self.status(self.trainer_pods()[0]), *(self.worker_status(pod) for pod in rollouts)
             )
             said = {pod.name: status for pod, status in zip(rollouts, workers, strict=True) if status is not None}
-            self.progress.observe(trainer, said, resident_memory(os.getpid()))
+            for text in self.progress.observe(trainer, said, resident_memory(os.getpid())):
+                self.display.say(text)
             self.display.refresh()
             await asyncio.sleep(POLL_SECONDS)
 

@@ -41,6 +41,8 @@ class Progress:
     trainer_answered: float = 0.0
     """When it last answered."""
     workers: Mapping[str, Status] = dataclasses.field(default_factory=dict)
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Prompt set → which of its rows are not used, as workers say."""
     total_steps: int | None = None  # of the job
     restarts: int = 0  # of the trainer
     notice: str = ""
@@ -55,12 +57,19 @@ class Progress:
     advances: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     """(when, how many) for the first look that saw steps finish, and for all later ones together."""
 
-    def observe(self, trainer: Status | None, workers: Mapping[str, Status], memory: int) -> None:
-        """Take in one look; `trainer` None: it did not answer, what it said last stands."""
+    def observe(self, trainer: Status | None, workers: Mapping[str, Status], memory: int) -> list[str]:
+        """Take in one look; `trainer` None: it did not answer, what it said last stands. Returns what is to be said of
+        it, once."""
         self.workers, self.memory = workers, memory
         self.peak_memory = max(self.peak_memory, memory)
-        if trainer is None:
-            return
+        told = {name: text for status in workers.values() for name, text in (status.get("left_out") or {}).items()}
+        news = [f"data set {name}: left out {text}" for name, text in told.items() if name not in self.left_out]
+        self.left_out |= told
+        if trainer is not None:
+            self._observe_trainer(trainer)
+        return news
+
+    def _observe_trainer(self, trainer: Status) -> None:
         self.trainer_answered = time.monotonic()
         self.trainer = trainer
         step = int(trainer.get("step") or 0)
@@ -244,6 +253,9 @@ class Progress:
         dropped = final.get("dropped") or self.trainer.get("dropped") or {}
         if any(dropped.values()):
             rows.append(("dropped", ", ".join(f"{reason} {n}" for reason, n in dropped.items() if n)))
+            why = final.get("why_dropped") or self.trainer.get("why_dropped") or {}
+            rows += [("", f"the first {reason} one: {text}") for reason, text in why.items()]
+        rows += [("left out", f"{name}: {text}") for name, text in self.left_out.items()]
         if self.restarts:
             rows.append(("restarts", str(self.restarts)))
         if self.peak_memory:

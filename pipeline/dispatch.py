@@ -41,6 +41,8 @@ class Dispatcher:
         self.suspicions = Suspicions(config.rollout.max_failures)
         self.why: dict[DropReason, str] = {}
         """Of groups that the next plan drops: why the first one for that reason."""
+        self.first_why: dict[DropReason, str] = {}
+        """The same of all since this trainer began."""
         # A user's server may only be starting yet; for a reward model's, workers wait.
         self._impatient = not any(reward.endpoint for reward in config.rewards)
 
@@ -170,6 +172,7 @@ class Dispatcher:
         self.ledger.set_aside(index, reason)
         if why:
             self.why.setdefault(reason, why[:LONGEST_REASON])
+            self.first_why.setdefault(reason, why[:LONGEST_REASON])
 
     def forget(self, gone: Iterable[Known]) -> None:
         """Name these revoked writers no longer, but for those of which a successor would have to read groups again."""

@@ -32,7 +32,7 @@ RECENT_STEPS = 20
 """Steps over which the remaining time is estimated."""
 WAITS_STEPS = 5
 """Steps over which it is told who waits for whom."""
-FIGURES = ("duration_s", "samples_per_s", "tokens_per_s", "peak_memory_gib", "dropped")
+FIGURES = ("duration_s", "samples_per_s", "tokens_per_s", "peak_memory_gib", "dropped", "why_dropped")
 """Of the summary: what only a process that trains can measure."""
 
 
@@ -177,6 +177,7 @@ class Lead:
             "reward": {"first": rewards[0], "last": rewards[-1]} if rewards else None,
             "evaluation": self.scoreboard.improvement(),
             "dropped": statistics["dropped"],
+            "why_dropped": self.coordinator.dispatcher.first_why,
             "samples_per_s": metrics.steady_rate(rows, "samples"),
             "tokens_per_s": metrics.steady_rate(rows, "tokens"),
             "peak_memory_gib": max((row["perf/peak_memory_gib"] for row in rows), default=None),
@@ -240,6 +241,7 @@ class Lead:
             "queue_groups": statistics["queue_groups"],
             "waits": self._waits(),
             "dropped": statistics["dropped"],
+            "why_dropped": self.coordinator.dispatcher.first_why,
             "losses": self.coordinator.dispatcher.losses(),
             "eta_s": self._eta_s(),
             "evaluation": self._newest_evaluation(),

@@ -69,6 +69,8 @@ class Worker:
         aside: evaluation.Aside,
     ) -> None:
         self.config, self.storage, self.writer, self.clock = config, storage, writer, clock
+        opened = [*prompts.sets, *(each.prompts for each in evaluations)]
+        self.left_out = {each.name: each.left_out for each in opened if each.left_out}
         self.sampler, self.engine, self.evaluations, self.policies = sampler, sampler.engine, evaluations, policies
         self.aside = aside
         self.control = Control()
@@ -324,7 +326,12 @@ class Worker:
 
     def status(self) -> dict[str, Any]:
         version = self.engine.version
-        return {"version": list(version) if version else None, "writer": self.writer.ulid, **self.gauges()}
+        return {
+            "version": list(version) if version else None,
+            "writer": self.writer.ulid,
+            "left_out": self.left_out,
+            **self.gauges(),
+        }
 
     def waiting_for(self) -> str | None:
         """None once the worker can generate."""

@@ -504,6 +504,7 @@ async def test_the_reason_that_prompts_fail_is_in_what_the_trainer_waits_for(sce
         await writer.sync(Report(version=None))
         await scene.tick(trainer)
     assert "2 ready; 4 dropped (failed: prompt of 9 tokens); " in await waits_for(trainer, 1)
+    assert trainer.dispatcher.first_why == {"failed": "prompt of 9 tokens"}
 
 
 async def test_a_run_that_begins_with_nothing_but_invalid_samples_is_hopeless_and_says_why(scene: Scene):

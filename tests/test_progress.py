@@ -51,6 +51,21 @@ def progress() -> Progress:
     return made
 
 
+def test_rows_that_are_left_out_are_said_once_and_in_the_summary(progress: Progress) -> None:
+    workers = {
+        f"rollout-{number}": {"left_out": {"sums": "2 blank of its 9 rows, first row 4: blank"}} for number in (0, 1)
+    }
+    assert progress.observe(None, workers, 0) == ["data set sums: left out 2 blank of its 9 rows, first row 4: blank"]
+    assert progress.observe(STATUS, workers, 0) == []
+    assert ("left out", "sums: 2 blank of its 9 rows, first row 4: blank") in progress.summary({})
+
+
+def test_the_summary_says_why_samples_were_dropped(progress: Progress) -> None:
+    rows = progress.summary({"dropped": {"invalid": 3, "stale": 1}, "why_dropped": {"invalid": "no room"}})
+    at = rows.index(("dropped", "invalid 3, stale 1"))
+    assert rows[at + 1] == ("", "the first invalid one: no room")
+
+
 def test_the_picture_tells_what_a_user_asks_first(progress: Progress) -> None:
     progress.began = time.monotonic() - 432
     progress.observe(STATUS | {"step": 11, "reward_mean": 0.2}, {}, 0)

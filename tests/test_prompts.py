@@ -147,7 +147,8 @@ def test_a_row_without_a_usable_prompt_is_left_out_with_a_reason(
     uri = file(tmp_path / "a.jsonl", [{"prompt": "good"}, row, {"prompt": "better"}])
     prompts = open_set(PromptSetConfig(name="a", uri=uri), 0)
     assert [prompts.item(n, n).content for n in range(prompts.size or 0)] == ["good", "better"]
-    assert f"left out 1 {reason} of its 3 rows, first row 2: {reason}" in caplog.text
+    assert prompts.left_out == f"1 {reason} of its 3 rows, first row 2: {reason}"
+    assert f"left out {prompts.left_out}" in caplog.text
 
 
 def test_the_same_prompt_with_another_answer_is_another_prompt(tmp_path: pathlib.Path) -> None:

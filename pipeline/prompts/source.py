@@ -63,6 +63,8 @@ class PromptSet(Protocol):
     """Distinct prompts; None: endless."""
     columns: frozenset[str]
     """What `row` of a prompt may hold."""
+    left_out: str | None
+    """How many rows are not used, and why, in words; None: all are."""
 
     def item(self, number: int, index: int) -> Prompt:
         """Prompt `number` (0 <= number < size), carrying `index`; pure."""
@@ -164,6 +166,7 @@ class GeneratedSet:
         sizes = [size for size in (config.limit, self.generator.size) if size is not None]
         self.size = min(sizes, default=None)
         self.columns = frozenset({"item"})
+        self.left_out: str | None = None
 
     def item(self, number: int, index: int) -> Prompt:
         entry = self.generator.entry(number)
@@ -171,11 +174,11 @@ class GeneratedSet:
 
 
 class FileSet:
-    """Rows of a file. Those without a usable prompt, and repeated ones, are left out and counted in the log."""
+    """Rows of a file. Those without a usable prompt, and repeated ones, are left out, and told of."""
 
     def __init__(self, config: PromptSetConfig, count: int, row: Callable[[int], dict[str, Any]]) -> None:
         self.name, self._config, self._row = config.name, config, row
-        self.left_out: collections.Counter[str] = collections.Counter()
+        self.left_out: str | None = None
         self.columns: frozenset[str] = frozenset()
         self._kept = self._select(count)
         self.size: int | None = len(self._kept)
@@ -190,6 +193,7 @@ class FileSet:
         field, limit = self._config.prompt_field, self._config.limit
         kept: list[int] = []
         seen: set[bytes] = set()
+        reasons: collections.Counter[str] = collections.Counter()
         first = ""
         for number in range(count):
             if limit is not None and len(kept) == limit:
@@ -203,14 +207,14 @@ class FileSet:
                 kept.append(number)
                 self.columns |= row.keys() - {field, self._config.answer_field}
             else:
-                self.left_out[reason] += 1
+                reasons[reason] += 1
                 first = first or f"row {number + 1}: {reason}"
-        self._report(count, len(kept), first)
+        self._report(count, len(kept), reasons, first)
         return kept
 
-    def _report(self, count: int, kept: int, first: str) -> None:
+    def _report(self, count: int, kept: int, left_out: collections.Counter[str], first: str) -> None:
         where = f"data set {self.name} ({self._config.uri})"
-        if count and not kept and set(self.left_out) == {_without(self._config.prompt_field)}:
+        if count and not kept and set(left_out) == {_without(self._config.prompt_field)}:
             if any(self._config.prompt_field in self._row(number) for number in range(count)):
                 raise ValueError(
                     f"{where}: the field {self._config.prompt_field!r} is empty in every row; "
@@ -221,11 +225,12 @@ class FileSet:
                 f"{where}: no row has the field {self._config.prompt_field!r}; its first row has {columns}. "
                 "Name the right one in fields.prompt"
             )
-        reasons = ", ".join(f"{number} {reason}" for reason, number in self.left_out.most_common())
+        reasons = ", ".join(f"{number} {reason}" for reason, number in left_out.most_common())
         if not kept:
             raise ValueError(f"{where}: none of its {count} rows can be used ({reasons or 'it is empty'})")
         if reasons:
-            logger.warning("%s: left out %s of its %d rows, first %s", where, reasons, count, first)
+            self.left_out = f"{reasons} of its {count} rows, first {first}"
+            logger.warning("%s: left out %s", where, self.left_out)
 
 
 def _unusable(content: Any, field: str) -> str | None:
