@@ -54,6 +54,15 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that nobody else is given meanwhile; a server, which sets SO_REUSEADDR, may listen on it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
 def die_with_parent() -> None:
     """For `preexec_fn`: the program is killed when the thread that started it ends, however it ends."""
     PR_SET_PDEATHSIG = 1

@@ -21,8 +21,9 @@ def run(work: Callable[..., None], *arguments: Any, count: int = 2, timeout_s: f
     `timeout_s`: of each wait of one rank for another. What a rank raises is raised here.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
-    given = (daemons.free_ports(1)[0], count, timeout_s, work, arguments)
-    torch.multiprocessing.start_processes(_rank, given, nprocs=count, start_method="forkserver")
+    with daemons.held_port() as port:
+        given = (port, count, timeout_s, work, arguments)
+        torch.multiprocessing.start_processes(_rank, given, nprocs=count, start_method="forkserver")
 
 
 def _rank(

@@ -65,6 +65,8 @@ def trainer() -> int:
     behaviours = os.environ.get("STAND_IN_TRAINER", "complete").split(",")
     behaviour = behaviours[min(attempt, len(behaviours) - 1)]
     rank = os.environ.get("PET_NODE_RANK", "0")
+    if rank == "0" and behaviour in ("complete", "hang"):
+        serve(os.environ["MILES_STATUS_PORT"])
     note(f"attempt {attempt} rank {rank}: {behaviour}")
     if behaviour == "refuse":
         pathlib.Path(os.environ["MILES_TERMINATION_LOG"]).write_text("model.uri: no such model\n")
@@ -79,8 +81,6 @@ def trainer() -> int:
                 stopped(0.02)
             return 1
     (RUN_DIR / f"rank-{rank}").touch()
-    if rank == "0" and behaviour != "silent":
-        serve(os.environ["MILES_STATUS_PORT"])
     while state["step"] < TOTAL_STEPS or behaviour in ("hang", "silent"):
         if stopped(STEP_SECONDS):
             note("checkpoint written")

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
@@ -15,6 +14,7 @@ from pipeline.background import Background
 from pipeline.storage import StorageError, open_storage
 from pipeline.trainer_log import Fenced
 from pipeline.versions import Version
+from tests import daemons
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one rank
 
@@ -249,9 +249,11 @@ distributed.stop()
 
 
 def run_ranks(count, uri, action):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with daemons.held_port() as port:
+        start_ranks(count, uri, action, port)
+
+
+def start_ranks(count, uri, action, port):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         subprocess.Popen(

@@ -123,7 +123,7 @@ async def keep_alive(scene: Scene, writer: Writer, version: Version | None = Non
 
 
 async def plan_now(coordinator: Coordinator, step: int) -> Plan:
-    return await asyncio.wait_for(coordinator.next_plan(step), 5)
+    return await asyncio.wait_for(coordinator.next_plan(step), 30)
 
 
 async def waits_for(coordinator: Coordinator, step: int) -> str:

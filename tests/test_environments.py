@@ -203,7 +203,8 @@ async def test_an_environment_that_fails_costs_that_sample_alone_and_says_why(
     tmp_path: pathlib.Path, tokenizer: Tokenizer, body: str, reason: str
 ) -> None:
     config = source(tmp_path, f"if completion == 'bad':\n    {body}\nreturn None, 1.0, True")
-    config = config.model_copy(update={"timeout_s": 2.0})
+    if "sleep" in body:
+        config = config.model_copy(update={"timeout_s": 2.0})
     async with sampling_with(config, Policy(tokenizer, "good", "bad", "good"), tokenizer) as sampler:
         samples = (await group_of(sampler, 3)).rollouts
     (bad,) = (sample for sample in samples if sample.turns[0].text == "bad")

@@ -253,12 +253,12 @@ def test_a_shard_of_64_rows_takes_at_most_6_2_bytes_a_token():
 
 def test_reading_columns_is_fast_enough_to_feed_a_trainer():
     data = encode(english())
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(10):
         back = decode(data, 49152, 8)
         ragged(back, "completion_ids"), ragged(back, "logprobs")
-    # Some 6 ms a shard of 64,000 tokens alone on a core: 10M tokens/s; the limit leaves room for a busy machine.
-    assert (time.perf_counter() - started) / 10 < 0.1
+    # Some 6 ms a shard of 64,000 tokens on a core: 10M tokens/s; the limit leaves room for a slower one.
+    assert (time.process_time() - started) / 10 < 0.1
 
 
 def test_experience_is_free_of_torch():

@@ -437,4 +437,4 @@ def test_a_waiting_process_gives_up_when_its_limit_is_over(path, monkeypatch):
     started = time.monotonic()
     with module._locked(path), pytest.raises(StorageError, match="another process fetches into"), module._locked(path):
         pass
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30

@@ -14,6 +14,7 @@ from aiohttp import web
 from pipeline.clock import SystemClock
 from pipeline.inference import VLLM, EngineError, EngineLost, Sampling, ServerProcess, Weights
 from pipeline.versions import Version
+from tests import daemons
 from tests.conftest import SkippingClock
 from tests.fake_vllm import FakeVLLM
 
@@ -138,10 +139,11 @@ async def test_adapters_are_served_under_the_name_of_their_version_and_replaced(
 
 
 @pytest.fixture
-def process(unused_tcp_port: int) -> Iterator["Process"]:
-    server = Process(unused_tcp_port)
-    yield server
-    server.kill()
+def process() -> Iterator["Process"]:
+    with daemons.held_port() as port:
+        server = Process(port)
+        yield server
+        server.kill()
 
 
 class Process:
@@ -229,7 +231,7 @@ async def test_a_silent_connection_outlives_the_servers_idle_timeout_and_ends_wi
     await asyncio.sleep(0.5)
     assert watch.alive()
     process.kill()
-    deadline = asyncio.get_running_loop().time() + 5
+    deadline = asyncio.get_running_loop().time() + 30
     while watch.alive():
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.01)

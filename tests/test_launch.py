@@ -169,15 +169,17 @@ sys.exit(launch.torchrun(["--nproc-per-node=2", "--max-restarts=0", sys.argv[1]]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_the_exit_code_of_the_failing_rank_becomes_torchruns(content, tmp_path):
     script = tmp_path / "rank.py"
-    script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(5)\ntime.sleep(60)\n")
+    script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(5)\ntime.sleep(300)\n")
     process = start(tmp_path, content, "-c", TORCHRUN, str(script))
-    process.communicate(timeout=50)
+    process.communicate(timeout=150)
     assert process.returncode == termination.FENCED
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_a_run_stopped_by_sigterm_exits_4_once_its_ranks_have_said_so(content, tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
@@ -188,15 +190,15 @@ def test_a_run_stopped_by_sigterm_exits_4_once_its_ranks_have_said_so(content, t
         "    sys.exit(4)\n"
         "signal.signal(signal.SIGTERM, stop)\n"
         f"pathlib.Path({str(tmp_path)!r}, 'ready' + os.environ['RANK']).touch()\n"
-        "time.sleep(60)\n"
+        "time.sleep(300)\n"
     )
     process = start(tmp_path, content, "-c", TORCHRUN, str(script), PYTHONPATH=os.getcwd())
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 90
     while not all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     assert process.returncode == termination.STOPPED
     assert "[rank 1] stopped on request at step 3" in (tmp_path / "termination").read_text()

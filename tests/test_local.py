@@ -96,9 +96,18 @@ def notes(tmp_path: pathlib.Path) -> list[str]:
 
 
 async def noted(tmp_path: pathlib.Path, text: str) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 30
     while not any(text in line for line in notes(tmp_path)):
         assert time.monotonic() < deadline, f"{text!r} not in {notes(tmp_path)}"
+        await asyncio.sleep(0.02)
+
+
+async def up(run: Run, tmp_path: pathlib.Path, trainer: str) -> None:
+    """Until every process of the run does what it shall: before, a signal would end it without a word."""
+    await noted(tmp_path, f"rank 0: {trainer}")
+    deadline = time.monotonic() + 30
+    while len(found := run.supervisor.processes) < 4 or any(p.state not in ("ready", "ended") for p in found.values()):
+        assert time.monotonic() < deadline, {name: process.state for name, process in found.items()}
         await asyncio.sleep(0.02)
 
 
@@ -193,9 +202,8 @@ async def test_a_worker_that_keeps_crashing_ends_the_run(
 async def test_a_signal_asks_the_trainer_for_a_checkpoint_and_meanwhile_ends_the_workers(
     start: Start, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
-    running = asyncio.create_task(start(trainer="hang").execute())
-    await noted(tmp_path, "rank 0: hang")
-    await asyncio.sleep(0.3)
+    running = asyncio.create_task((run := start(trainer="hang")).execute())
+    await up(run, tmp_path, "hang")
     os.kill(os.getpid(), number)
     assert await running == 128 + number
     order = [note for note in notes(tmp_path) if "attempt" not in note and "fetch" not in note]
@@ -206,20 +214,19 @@ async def test_a_signal_asks_the_trainer_for_a_checkpoint_and_meanwhile_ends_the
 
 
 async def test_a_trainer_that_takes_no_requests_is_sent_sigterm(start: Start, tmp_path: pathlib.Path) -> None:
-    running = asyncio.create_task(start(trainer="silent").execute())
-    await noted(tmp_path, "rank 0: silent")
-    await asyncio.sleep(0.2)
+    running = asyncio.create_task((run := start(trainer="silent")).execute())
+    await up(run, tmp_path, "silent")
     os.kill(os.getpid(), signal.SIGINT)
     assert await running == 128 + signal.SIGINT
     assert "trainer: checkpoint written" in notes(tmp_path)
     assert "trainer: paused by request" not in notes(tmp_path)
 
 
-async def test_under_nohup_the_end_of_the_terminal_is_ignored(start: Start) -> None:
+async def test_under_nohup_the_end_of_the_terminal_is_ignored(start: Start, tmp_path: pathlib.Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         running = asyncio.create_task(start(step_seconds="0.2").execute())
-        await asyncio.sleep(0.5)
+        await noted(tmp_path, "rank 0: complete")
         os.kill(os.getpid(), signal.SIGHUP)
         assert await running == 0
     finally:
@@ -227,15 +234,14 @@ async def test_under_nohup_the_end_of_the_terminal_is_ignored(start: Start) -> N
 
 
 async def test_a_second_signal_kills_what_does_not_end(start: Start, tmp_path: pathlib.Path) -> None:
-    running = asyncio.create_task(start(trainer="hang", vllm="stubborn").execute())
-    await noted(tmp_path, "rank 0: hang")
-    await asyncio.sleep(0.3)
+    running = asyncio.create_task((run := start(trainer="hang", vllm="stubborn")).execute())
+    await up(run, tmp_path, "hang")
     os.kill(os.getpid(), signal.SIGINT)
     await noted(tmp_path, "worker left")
     began = time.monotonic()
     os.kill(os.getpid(), signal.SIGINT)
     assert await running == 128 + signal.SIGINT
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30, "the grace is a minute"
     assert not processes_of(tmp_path / "run")
 
 
@@ -311,7 +317,7 @@ async def test_nothing_remains_after_sigkill_and_the_next_run_waits_for_the_last
         runner.wait()
     started = time.monotonic()
     run = await asyncio.to_thread(start)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50
     assert "trainer: checkpoint written" in notes(tmp_path), "SIGTERM came first"
     assert not processes_of(tmp_path / "run")
     assert await run.execute() == 0

@@ -118,7 +118,7 @@ FAILURES = {
     "os._exit(9)": "its process died (exit code 9)",
     "os.kill(os.getpid(), 11)": "its process died (signal 11)",
     "return bytearray(8 << 30)": "MemoryError",
-    "time.sleep(60)": "no answer within 0.5 s",
+    "time.sleep(60)": "no answer within 1 s",
 }
 
 
@@ -126,7 +126,9 @@ FAILURES = {
 async def test_a_reward_that_fails_costs_that_sample_alone_and_says_why(
     tmp_path: pathlib.Path, body: str, reason: str
 ) -> None:
-    config = function(tmp_path, f"if completion == 'bad': {body}\nreturn 1", timeout_s=0.5)
+    # A good sample, too, needs a process and its turn, for which a busy machine takes its time.
+    limit = {"timeout_s": 1.0} if "sleep" in body else {}
+    config = function(tmp_path, f"if completion == 'bad': {body}\nreturn 1", **limit)
     async with Scorer([config]) as scorer:
         samples = [{**SAMPLE, "completion": text} for text in ("good", "bad", "good", "good")]
         scores = await asyncio.gather(*map(scorer.score, samples))
@@ -163,9 +165,11 @@ async def test_a_daemon_that_a_function_leaves_behind_does_not_hold_up_the_end(
     started = time.monotonic()
     try:
         scored = await score(config)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30
         assert scored.total == 1.0 or scored.invalid == "reward mine: no answer within 1 s"
     finally:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            await asyncio.sleep(0.02)
         os.kill(int((tmp_path / "pid").read_text()), 9)
 
 
@@ -227,8 +231,8 @@ async def test_what_a_function_prints_does_not_disturb_its_answers(tmp_path: pat
 async def test_a_hanging_function_ends_with_all_that_it_started(tmp_path: pathlib.Path) -> None:
     body = "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\n"
     body += f"open('{tmp_path}/pid', 'w').write(str(child.pid))\ntime.sleep(60)"
-    scored = await score(function(tmp_path, body, timeout_s=1.0))
-    assert scored.invalid == "reward mine: no answer within 1 s"
+    scored = await score(function(tmp_path, body, timeout_s=3.0))
+    assert scored.invalid == "reward mine: no answer within 3 s"
     await assert_ended(int((tmp_path / "pid").read_text()))
 
 
@@ -239,7 +243,7 @@ async def test_closing_the_scorer_ends_its_processes(tmp_path: pathlib.Path) -> 
 
 
 async def assert_ended(pid: int) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
             if pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":

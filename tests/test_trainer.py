@@ -7,7 +7,6 @@ import os
 import pathlib
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -30,7 +29,7 @@ from pipeline.storage import Storage, StorageError, open_storage
 from pipeline.trainer import Hopeless, Stopped, Trainer, _stop_on_signal
 from pipeline.trainer_log import Collect, Fenced, GroupRef, Plan, Stop, Withdraw, decode
 from pipeline.versions import Version
-from tests import fake_worker, models
+from tests import daemons, fake_worker, models
 
 CPU = torch.device("cpu")
 PPO = {"algorithm__type": "ppo", "algorithm__parameters": ALGORITHMS["ppo"].parameters}
@@ -644,28 +643,25 @@ def test_a_tiny_ppo_job_learns(tmp_path, tiny):
 def launched(config, tmp_path, ranks):
     """`python -m pipeline.launch`; (process, port of its status server)."""
     (tmp_path / "run.json").write_text(config.model_dump_json())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PET_NPROC_PER_NODE": str(ranks),
         "MILES_CONFIG": str(tmp_path / "run.json"),
         "MILES_TERMINATION_LOG": str(tmp_path / "termination"),
-        "MILES_STATUS_PORT": str(port),
         "MILES_STATUS_HOST": "127.0.0.1",
         "MILES_STATUS_TOKEN": "secret",
     }
-    with open(tmp_path / "output.txt", "a") as output:
+    with daemons.held_port() as port, open(tmp_path / "output.txt", "a") as output:
+        environment["MILES_STATUS_PORT"] = str(port)
         process = subprocess.Popen(
             [sys.executable, "-m", "pipeline.launch"], env=environment, stdout=output, stderr=output
         )
-    try:
-        yield process, port
-    finally:
-        process.kill()
-        process.wait()
+        try:
+            yield process, port
+        finally:
+            process.kill()
+            process.wait()
 
 
 def stopped_after(config, tmp_path, process, step, stop):
@@ -684,7 +680,7 @@ def test_two_ranks_stop_together_and_one_rank_goes_on_to_the_same_result(tmp_pat
     def pause():
         request = urllib.request.Request(f"http://127.0.0.1:{port}/pause", method="POST")
         request.add_header("Authorization", "Bearer secret")
-        assert urllib.request.urlopen(request, timeout=5).status == 202
+        assert urllib.request.urlopen(request, timeout=30).status == 202
 
     with worker(config):
         with launched(config, tmp_path, ranks=2) as (process, port):

@@ -4,7 +4,6 @@ import contextlib
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,17 +11,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
-from tests import job
+from tests import daemons, job
 
 START_LIMIT_S = 300.0
 END_LIMIT_S = 10.0
 
 
 class VLLMServer:
-    def __init__(self, model: pathlib.Path, log: pathlib.Path, *options: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+    def __init__(self, model: pathlib.Path, log: pathlib.Path, port: int, *options: str) -> None:
+        self.port = port
         self.url = f"http://127.0.0.1:{self.port}"
         self._model, self._log, self._options = model, log, options
         self._process: subprocess.Popen[bytes] | None = None
@@ -82,10 +79,11 @@ class VLLMServer:
 
 @contextlib.contextmanager
 def serve(model: pathlib.Path, log: pathlib.Path, *options: str) -> Iterator[VLLMServer]:
-    server = VLLMServer(model, log, *options)
-    server.start()
-    try:
-        server.wait()
-        yield server
-    finally:
-        server.kill()
+    with daemons.held_port() as port:
+        server = VLLMServer(model, log, port, *options)
+        server.start()
+        try:
+            server.wait()
+            yield server
+        finally:
+            server.kill()
