@@ -1,5 +1,6 @@
 """What a process loads, seen from outside; the order among modules is lint-imports' part (setup.cfg)."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
+@functools.cache
 def loaded(*packages: str) -> set[str]:
     """Modules that a fresh interpreter has loaded after importing `packages` and everything below them."""
     command = [sys.executable, "-c", ALL_OF.format(packages=packages)]
@@ -45,7 +47,9 @@ def test_the_contracts_need_nothing_but_pydantic(module):
 
 
 def test_the_rollout_worker_is_free_of_torch():
-    assert not loaded("pipeline.rollout") & {*HEAVY, "pipeline.trainer"}
+    found = loaded("pipeline.rollout")
+    assert not found & {*HEAVY, "pipeline.trainer"}
+    assert {"pipeline.experience", "pipeline.prompts", "pipeline.weights"} <= found
 
 
 def test_rewards_are_free_of_torch():

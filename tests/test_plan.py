@@ -117,10 +117,22 @@ def took(**parts: float) -> Rehearsal:
     return Rehearsal(10**9, memory, offloaded=0, operations=4 * 10**12, traffic=6 * 10**9, micro_batches=2, tokens=2000)
 
 
-@pytest.fixture
-def config(tmp_path):
-    make_model("small", tmp_path)
-    return config_of("small", "full", tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    make_model("small", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    return config_of("small", "full", folder)
+
+
+@pytest.fixture(scope="module")
+def plain(config):
+    """The rehearsal of one rank that trains all weights."""
+    return rehearse(config, 1)
 
 
 def test_a_rehearsal_fills_its_micro_batches_and_gives_every_rank_two_of_each_update(config):
@@ -129,8 +141,8 @@ def test_a_rehearsal_fills_its_micro_batches_and_gives_every_rank_two_of_each_up
     assert {len(part.input_ids) for share in shares for part in share} == {256}
 
 
-def test_parts_of_a_rehearsal_are_what_they_are_called(config):
-    memory = rehearse(config, 1).memory
+def test_parts_of_a_rehearsal_are_what_they_are_called(config, plain):
+    memory = plain.memory
     weights = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.from_pretrained(config.model.path)
     ).num_parameters()
@@ -140,9 +152,9 @@ def test_parts_of_a_rehearsal_are_what_they_are_called(config):
     assert memory["activations"] > 0
 
 
-def test_the_reference_of_full_fine_tuning_is_a_second_model(config):
+def test_the_reference_of_full_fine_tuning_is_a_second_model(config, plain):
     algorithm = config.algorithm.model_copy(update={"kl_coefficient": 0.1})
-    plain, with_reference = rehearse(config, 1), rehearse(config.model_copy(update={"algorithm": algorithm}), 1)
+    with_reference = rehearse(config.model_copy(update={"algorithm": algorithm}), 1)
     assert with_reference.memory["weights"] == pytest.approx(2 * plain.memory["weights"], rel=0.01)
     assert with_reference.memory["optimizer"] == plain.memory["optimizer"]
 
@@ -171,8 +183,8 @@ async def test_a_plan_says_what_the_nodes_own_memory_must_hold(config):
 
 
 @pytest.mark.parametrize("training", ["full", "lora"])
-def test_a_critic_is_rehearsed_too(config, tmp_path, training):
-    config = config_of("small", training, tmp_path)
+def test_a_critic_is_rehearsed_too(folder, training):
+    config = config_of("small", training, folder)
     parameters = ALGORITHMS["ppo"].parameters
     algorithm = config.algorithm.model_copy(update={"type": "ppo", "parameters": parameters, "total_steps": 100})
     plain, with_critic = rehearse(config, 1), rehearse(config.model_copy(update={"algorithm": algorithm}), 1)
@@ -198,9 +210,9 @@ def test_copies_of_the_model_are_shared_by_fewer_ranks_each(config, monkeypatch)
         assert four.memory[part] == pytest.approx(4 * one.memory[part], rel=0.05), part
 
 
-def test_recomputing_activations_saves_their_memory_and_costs_operations(config):
+def test_recomputing_activations_saves_their_memory_and_costs_operations(config, plain):
     trainer = config.trainer.model_copy(update={"activation_checkpointing": True})
-    plain, frugal = rehearse(config, 1), rehearse(config.model_copy(update={"trainer": trainer}), 1)
+    frugal = rehearse(config.model_copy(update={"trainer": trainer}), 1)
     assert frugal.memory["activations"] < 0.8 * plain.memory["activations"]
     assert 1.1 < frugal.operations / plain.operations < 1.4
 

@@ -40,7 +40,7 @@ def source(*sets: PromptSetConfig, seed: int = 0) -> PromptSource:
 
 
 @settings(deadline=None)
-@given(st.integers(1, 1000), st.text(max_size=8))
+@given(st.integers(1, 300), st.text(max_size=8))
 def test_permute_is_a_permutation_of_any_size(size: int, key: str) -> None:
     assert sorted(permute(position, size, key) for position in range(size)) == list(range(size))
 
@@ -339,8 +339,3 @@ def test_prompts_are_read_from_s3(s3_server: Any, tmp_path: pathlib.Path) -> Non
     assert PromptSource(DataConfig(sets=[config]), store).at(0).content == "from afar"
     with pytest.raises(ValueError, match="no such object"):
         open_set(PromptSetConfig(name="a", uri="s3://miles/prompts/b.jsonl"), 0, store)
-
-
-def test_what_the_worker_reaches_is_free_of_torch() -> None:
-    code = "import sys, pipeline.rollout; sys.exit(bool({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

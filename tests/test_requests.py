@@ -169,10 +169,10 @@ async def test_requests_of_a_run_are_those_that_the_plan_states(workers, generat
     for number in range(workers):
         run.start(run.worker(number, counted, generate_s))
     run.start(run.train(counted, train_s))
-    await asyncio.sleep(300)
+    await asyncio.sleep(100)
     began, steps = run.clock.now(), run.finished
     counted.calls.clear()
-    await asyncio.sleep(1200)
+    await asyncio.sleep(300)
     step_s = (run.clock.now() - began) / (run.finished - steps)
     waiting = max(0.0, 1 - train_s / step_s)
     samples = (run.finished - steps) * config.algorithm.prompts_per_step * config.algorithm.group_size
