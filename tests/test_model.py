@@ -134,6 +134,20 @@ def test_logprobs_in_chunks_equal_dense_ones_with_their_gradients(monkeypatch, t
 
 
 @pytest.mark.parametrize("trained_head", [False, True])
+@pytest.mark.parametrize("chance", [0.5, 0.99, 0.998, 0.9999])
+def test_in_bfloat16_a_token_that_was_nearly_certain_has_the_gradient_of_its_small_doubt(chance, trained_head):
+    weight = torch.randn(32, 24, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(5))
+    own, others = weight[3].double(), weight.double()
+    steps = torch.linspace(0, 20, 100_001, dtype=torch.float64)[:, None] * own
+    chances = (steps @ others.T).softmax(-1)[:, 3]
+    hidden = steps[int((chances - chance).abs().argmin())].bfloat16()[None].requires_grad_()
+    token_logprobs(hidden, weight.requires_grad_(trained_head), torch.tensor([3]), 1.0)[0].sum().backward()
+    p = (hidden.detach().double() @ others.T).softmax(-1)
+    expected = own - p @ others
+    assert (hidden.grad.double() - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize("trained_head", [False, True])
 def test_the_entropy_has_its_gradient_where_it_is_trained(monkeypatch, trained_head):
     monkeypatch.setattr(head, "LOGITS_PER_CHUNK", 4 * 13)
     generator = torch.Generator().manual_seed(0)

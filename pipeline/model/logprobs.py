@@ -1,8 +1,9 @@
 """Log-probabilities of chosen tokens from hidden states, without ever holding all logits.
 
 The head is applied to a chunk of rows at a time. A frozen head needs nothing of that in the backward pass: the gradient
-of log p(target) with respect to the hidden state, (W[target] − p·W)/T, is made while the chunk's probabilities are at
+of log p(target) with respect to the hidden state, (1[target] − p)·W/T, is made while the chunk's probabilities are at
 hand and only scaled later. A head that is trained has its chunks computed again, as its own gradient needs them.
+1[target] − p is taken in float32: of a token that was nearly certain, W[target] − p·W in bfloat16 is rounding alone.
 """
 
 from collections.abc import Iterator
@@ -44,12 +45,13 @@ class _TokenLogprobs(torch.autograd.Function):
             log_total = total.log()
             logprobs[rows] = shifted.gather(1, target[rows, None]).squeeze(1) - log_total
             entropy[rows] = log_total - torch.linalg.vecdot(exponentials, shifted) / total
-            if direction is not None:
-                chances = exponentials.div_(total[:, None])
-                direction[rows] = (weight[target[rows]] - chances.to(weight.dtype) @ weight) * sharpness
+            if direction is None:
+                continue
+            chances = exponentials.div_(total[:, None])
             if of_entropy is not None:
                 slope = _entropy_slope(chances, shifted.sub_(log_total[:, None]), entropy[rows])
                 of_entropy[rows] = (slope.to(weight.dtype) @ weight) * sharpness
+            direction[rows] = (_slope(chances, target[rows]).to(weight.dtype) @ weight) * sharpness
         if ahead:
             ctx.save_for_backward(direction, of_entropy)
         else:
@@ -79,14 +81,19 @@ class _TokenLogprobs(torch.autograd.Function):
             if ctx.entropy_gradient:
                 logs = shifted.sub_(total.log()[:, None])
                 slope = _entropy_slope(chances, logs, -torch.linalg.vecdot(chances, logs))
-            residual = chances.mul_(-gradient[rows, None])
-            residual.scatter_add_(1, target[rows, None], gradient[rows, None])
+            residual = _slope(chances, target[rows]).mul_(gradient[rows, None])
             if slope is not None:
                 residual.addcmul_(slope, of_entropy[rows, None])
             residual.mul_(ctx.sharpness)
             of_hidden[rows] = residual.to(weight.dtype) @ weight
             of_weight += residual.to(hidden.dtype).T @ hidden[rows]
         return of_hidden, of_weight.to(weight.dtype), None, None, None
+
+
+def _slope(chances: Tensor, target: Tensor) -> Tensor:
+    """1[target] − p, [R, V]; overwrites `chances`."""
+    chances.neg_()[torch.arange(len(target), device=target.device), target] += 1
+    return chances
 
 
 def _entropy_slope(chances: Tensor, logs: Tensor, entropy: Tensor) -> Tensor:
