@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.alias_generators import to_snake
 
-from operators import schema
+from operators import edits, schema
 from operators.names import child_name
 from operators.spec import RLJob
 from operators.spec.inputs import ConfigMapSource, EvaluationSet, ModelSource, PromptSet, PromptSource, Replay
@@ -136,13 +136,15 @@ def run_config(job: RLJob, run_id: str, platform: Platform, attempt: int = 0) ->
 
 
 def given(job: RLJob, platform: Platform) -> dict[str, Any]:
-    """Field below spec → value, as the user wrote them, but for the values of variables, which may be secrets. In a
-    cluster the API server has filled in the defaults before anybody sees the job: what equals one is left out there."""
+    """Field below spec → value, as the user wrote them, but for the values of variables, which may be secrets, and in a
+    cluster for what a running job takes on at once, so that such an edit costs no ConfigMap. There the API server has
+    filled in the defaults before anybody sees the job: what equals one is left out, too."""
     content = job.spec.model_dump(mode="json", by_alias=True, exclude_unset=platform.local)
     values = schema.set_values(content, schema.fields(schema.tree())["spec"], defaults=platform.local)
     written = {path: value for path, value, node in values if not schema.fields(node)}
     secret = {path for path in written if "env" in path and path[-1] == "value"}
-    return {schema.dotted(path): value for path, value in written.items() if path not in secret}
+    live = {path for path in written if edits.effect(("spec", *path)) == edits.LIVE and not platform.local}
+    return {schema.dotted(path): value for path, value in written.items() if path not in secret | live}
 
 
 def _replay(source: Replay | None, platform: Platform) -> dict[str, Any] | None:
