@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import metadata as layouts
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from pipeline.storage import Storage, StorageError, file_sha256
+from pipeline.storage import Corrupted, Storage, StorageError, Unavailable, file_sha256
 from pipeline.trainer_log import Fenced
 from pipeline.versions import Version
 
@@ -103,9 +103,10 @@ async def complete(storage: Storage, staged: Staged, files: Files) -> None:
 
 
 async def newest(storage: Storage) -> list[Checkpoint]:
-    """All complete checkpoints, newest version first; one whose manifest cannot be read is skipped and said so.
+    """All complete checkpoints, newest version first; one whose manifest is damaged is skipped and said so.
 
-    Raises StorageError if there are some, and none of them can be read.
+    Raises StorageError if there are some, and all are damaged; and if the store does not give one of them: who passed
+    over the newest for that would begin from an older one, or delete it.
     """
     checkpoints = []
     manifests = [info for info in await storage.list(FOLDER) if info.key.endswith("/" + MANIFEST)]
@@ -113,8 +114,8 @@ async def newest(storage: Storage) -> list[Checkpoint]:
         try:
             found = await storage.get(info.key)
             if found is not None:
-                checkpoints.append(_decode(found.data))
-        except (ValueError, KeyError, TypeError, StorageError) as error:
+                checkpoints.append(_decode(info.key, found.data))
+        except (ValueError, KeyError, TypeError, Corrupted) as error:
             log.warning("checkpoint %s is damaged (%s); it is ignored", info.key, error)
     if manifests and not checkpoints:
         raise StorageError(f"the manifests of all {len(manifests)} checkpoints are damaged")
@@ -126,8 +127,10 @@ def load(
 ) -> Checkpoint | None:
     """Fill `tensors` in place from the first good candidate; collective. None if there are no candidates.
 
-    Raises ValueError if the parameters are not those that were saved, StorageError if every candidate is damaged.
+    Raises ValueError if the parameters are not those that were saved, StorageError if every candidate is damaged,
+    Unavailable if the store does not answer.
     """
+    cause: BaseException | None = None
     for candidate in candidates:
         check_names(candidate, tensors)
         with tempfile.TemporaryDirectory(prefix="miles-checkpoint-") as local:
@@ -139,10 +142,15 @@ def load(
                 )
                 return candidate
             except CheckpointException as error:
-                cause = next(iter(error.failures.values()))[0]
+                causes = [failure[0] for failure in error.failures.values()]
+                if silent := next((each for each in causes if isinstance(each, Unavailable)), None):
+                    raise silent from None
+                cause = causes[0]
                 log.warning("checkpoint %s is damaged (%s); trying the one before it", candidate.version, cause)
     if candidates:
-        raise StorageError(f"all {len(candidates)} checkpoints are damaged; the newest is {candidates[0].version}")
+        raise StorageError(
+            f"all {len(candidates)} checkpoints are damaged; the newest is {candidates[0].version} ({cause})"
+        )
     return None
 
 
@@ -233,11 +241,17 @@ def _encode(checkpoint: Checkpoint) -> bytes:
     return json.dumps(content).encode()
 
 
-def _decode(data: bytes) -> Checkpoint:
+def _decode(key: str, data: bytes) -> Checkpoint:
     content = json.loads(data)
     if content["schema"] != SCHEMA:
         raise ValueError(f"schema {content['schema']} is unknown")
-    return Checkpoint(Version(*content["version"]), content["state"], content["tensors"], content["files"])
+    version = Version.of_key(key)
+    if version is None or content["version"] != list(version):
+        raise ValueError(f"it is that of checkpoint {content['version']}")
+    parts = content["state"], content["tensors"], content["files"]
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError("state, tensors or files is no object")
+    return Checkpoint(version, *parts)
 
 
 def _layout_to_json(layout: layouts.Metadata) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from pipeline import checkpoint
 from pipeline.background import Background
-from pipeline.storage import StorageError, open_storage
+from pipeline.storage import FaultyBucket, Storage, StorageError, Transient, Unavailable, open_storage
 from pipeline.trainer_log import Fenced
 from pipeline.versions import Version
 from tests import daemons
@@ -136,6 +136,59 @@ def test_when_no_manifest_can_be_read_training_does_not_silently_begin_anew(stor
     path(tmp_path, 20, "MANIFEST.json").write_bytes(b"{")
     with pytest.raises(StorageError, match="the manifests of all 1 checkpoints are damaged"):
         newest(store, background)
+
+
+HOSTILE = [
+    {"version": ["a", 1]},
+    {"version": [None, 1]},
+    {"version": [9, 99]},
+    {"version": 5},
+    {"state": []},
+    {"tensors": 0},
+    {"files": None},
+]
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_a_manifest_that_says_what_cannot_be_is_a_damaged_one(store, background, tmp_path, fault):
+    save(store, background, 1, 20)
+    save(store, background, 1, 40)
+    key = f"checkpoints/{Version(1, 40)}/MANIFEST.json"
+    content = json.loads(path(tmp_path, 40, "MANIFEST.json").read_text())
+    background.run(store.put(key, json.dumps(content | fault).encode()))
+    assert load(store, background)[0].version == Version(1, 20)
+
+
+class Silent:
+    """The store does not answer for one kind of object."""
+
+    def __init__(self, operation: str, name: str):
+        self.operation, self.name = operation, name
+
+    async def before(self, operation: str, key: str) -> None:
+        if operation == self.operation and key.endswith(self.name):
+            raise Transient("503")
+
+    async def after(self, operation: str, key: str) -> None:
+        pass
+
+
+def silent(store, operation, name):
+    return Storage(FaultyBucket(store.bucket, Silent(operation, name)), deadline_s=0.0)
+
+
+def test_a_store_that_does_not_answer_is_no_damage_and_costs_no_checkpoint(store, background):
+    save(store, background, 1, 20)
+    save(store, background, 1, 40)
+    before = background.run(store.list("checkpoints"))
+    down = silent(store, "read", f"{Version(1, 40)}/MANIFEST.json")
+    with pytest.raises(Unavailable):
+        newest(down, background)
+    with pytest.raises(Unavailable):
+        background.run(checkpoint.prune(down, Version(1, 40), keep_last=2))
+    with pytest.raises(Unavailable):
+        checkpoint.load(silent(store, "stat", ".distcp"), background.run, newest(store, background), tensors(0))
+    assert background.run(store.list("checkpoints")) == before
 
 
 def test_other_parameters_than_the_saved_ones_are_a_users_error(store, background):

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -503,6 +504,23 @@ async def test_symbolic_links_lead_nowhere_in_a_local_store(tmp_path):
             await call
     assert await storage.list("") == []
     assert [path.name for path in outside.iterdir()] == ["secret"]
+
+
+@pytest.mark.parametrize("fault", [errno.EIO, errno.EACCES, errno.ESTALE])
+async def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path, monkeypatch, clock, fault):
+    storage = Storage(LocalBucket(str(tmp_path)), clock)
+    await storage.create("checkpoints/a/MANIFEST.json", b"{}")
+    scandir = os.scandir
+
+    def failing(path):
+        if str(path).endswith("/a"):
+            raise OSError(fault, os.strerror(fault), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    with pytest.raises(StorageError, match=os.strerror(fault)):
+        await storage.list("checkpoints")
+    assert await storage.list("none") == []
 
 
 async def test_a_local_store_leaves_no_temporary_file_or_stale_metadata(tmp_path):

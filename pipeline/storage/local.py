@@ -176,7 +176,7 @@ class LocalBucket:
         top = os.path.join(self.root, folder) if folder else self.root
         if os.path.realpath(top) != top.rstrip("/"):
             raise StorageError(f"{top} is a symbolic link, and so no part of the store")
-        for at, folders, files in os.walk(top):
+        for at, folders, files in os.walk(top, onerror=_unless_gone):
             folders[:] = [name for name in folders if name != HIDDEN or at != self.root]
             for name in files:
                 path = os.path.join(at, name)
@@ -245,6 +245,12 @@ class LocalBucket:
                 with contextlib.suppress(FileNotFoundError):
                     if entry.stat().st_mtime < time.time() - STALE_S:
                         os.unlink(entry.path)
+
+
+def _unless_gone(error: OSError) -> None:
+    """A folder that cannot be read is no empty one: whoever finds no checkpoint there begins anew."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 def _etag(found: os.stat_result) -> str:
