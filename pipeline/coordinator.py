@@ -271,13 +271,13 @@ class Coordinator:
 
         If every worker has loaded a later policy by then, the one current then is evaluated: the result says which.
         """
-        if await self.evaluation(step) is None:
+        if await self.storage.head(evaluation_key(step)) is None:
             self.assignments.request(step, version)
             self._assign()
             await self._tell()
 
     async def evaluation(self, step: int) -> dict[str, Any] | None:
-        """The result as the worker wrote it; None as long as there is none."""
+        """The result as the worker wrote it; None as long as there is none. Raises Corrupted, ValueError."""
         found = await self.storage.get(evaluation_key(step))
         return json.loads(found.data) if found else None
 

@@ -8,6 +8,7 @@ and readers take the row of the highest term.
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import os
 import pathlib
@@ -17,8 +18,10 @@ from typing import Any
 import numpy as np
 
 from pipeline.algorithms import groups as group_statistics
-from pipeline.storage import Object, Storage
+from pipeline.storage import Corrupted, Storage
 from pipeline.versions import Version
+
+log = logging.getLogger(__name__)
 
 FOLDER = "metrics/v1"
 GETS_AT_ONCE = 32
@@ -34,7 +37,8 @@ def run_folder() -> pathlib.Path | None:
 
 
 async def stored(storage: Storage) -> list[Row]:
-    """The row of every step in the store, ascending; of a step that was trained again that of the highest term."""
+    """The row of every step in the store, ascending; of a step that was trained again that of the highest term. What is
+    damaged is left out."""
     newest: dict[int, Version] = {}
     for info in await storage.list(FOLDER):
         with contextlib.suppress(ValueError):  # no row of ours
@@ -42,12 +46,20 @@ async def stored(storage: Storage) -> list[Row]:
             newest[version.step] = max(version, newest.get(version.step, version))
     gate = asyncio.Semaphore(GETS_AT_ONCE)
 
-    async def get(version: Version) -> Object | None:
+    async def get(version: Version) -> Row | None:
         async with gate:
-            return await storage.get(f"{FOLDER}/{version}.json")
+            try:
+                found = await storage.get(f"{FOLDER}/{version}.json")
+                content = json.loads(found.data) if found else None
+            except (Corrupted, ValueError, RecursionError):
+                content = ()
+        if content is None or isinstance(content, dict):
+            return content
+        log.warning("the metrics of %s are damaged, and left out", version)
+        return None
 
     found = await asyncio.gather(*(get(newest[step]) for step in sorted(newest)))
-    return [json.loads(each.data) for each in found if each]
+    return [row for row in found if row is not None]
 
 
 class Recorder:

@@ -10,6 +10,7 @@ from pipeline.clock import Clock
 from pipeline.config import RunConfig
 from pipeline.coordinator import Coordinator
 from pipeline.evaluation import compare
+from pipeline.storage import Corrupted
 from pipeline.versions import Version
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ class Scoreboard:
         self.config, self.coordinator, self.clock = config, coordinator, clock
         self.results: dict[int, Result] = {}
         """By step, of this lineage."""
+        self.damaged: set[int] = set()
+        """Steps whose result cannot be read: evaluations that are missing, and no reason to end the run."""
 
     def due(self, step: int) -> bool:
         """Whether the policy of `step` is to be evaluated: first, last, and every so many."""
@@ -33,7 +36,10 @@ class Scoreboard:
 
     def wants(self, step: int) -> bool:
         """Whether the policy of `step` is still to be evaluated, and nobody has been asked to."""
-        return self.due(step) and step not in self.results and step not in self.pending
+        return self.due(step) and not self._answered(step) and step not in self.pending
+
+    def _answered(self, step: int) -> bool:
+        return step in self.results or step in self.damaged
 
     async def ask(self, version: Version) -> None:
         """Request the evaluation of a published version if it is wanted."""
@@ -44,21 +50,34 @@ class Scoreboard:
         """Take in all results there are, those of steps that will be trained again included: their weights are kept."""
         for info in await self.coordinator.storage.list(EVALUATIONS_FOLDER):
             match = RESULT.search(info.key)
-            if match and (result := await self.coordinator.evaluation(int(match[1]))):
+            if match and (result := await self._read(int(match[1]))):
                 self.results[int(match[1])] = result
 
     async def collect(self, up_to: int) -> dict[int, Result]:
         """Results that have appeared since the last call, of steps 0 … up_to."""
         new: dict[int, Result] = {}
         for step in filter(self.due, range(up_to + 1)):
-            if step in self.results:
+            if self._answered(step):
                 continue
-            result = await self.coordinator.evaluation(step)
+            result = await self._read(step)
             if result is not None:
                 self.results[step] = new[step] = result
                 if result.get("error"):
                     log.warning("the evaluation of step %d failed: %s", step, result["error"])
         return new
+
+    async def _read(self, step: int) -> Result | None:
+        """None: there is none, or it is damaged, which is said once."""
+        try:
+            found = await self.coordinator.evaluation(step)
+            if found is None or _is_result(found):
+                return found
+            reason = "no result of an evaluation"
+        except (Corrupted, ValueError, RecursionError) as error:
+            reason = str(error)
+        log.warning("the evaluation of step %d is damaged, and left out: %s", step, reason)
+        self.damaged.add(step)
+        return None
 
     @property
     def pending(self) -> Mapping[int, Version]:
@@ -96,6 +115,23 @@ class Scoreboard:
                 log.warning("evaluation set %s: %s", name, error)
             found[name] = entry
         return found
+
+
+def _is_result(content: Any) -> bool:
+    """Whether it has what is asked of a result here."""
+    if not isinstance(content, dict) or not isinstance(content.get("sets"), dict):
+        return False
+    version, sets = content.get("version"), content["sets"].values()
+    return (
+        isinstance(version, list)
+        and [type(part) for part in version] == [int, int]
+        and all(isinstance(metrics, dict) and isinstance(metrics.get("per_prompt"), list) for metrics in sets)
+        and all(_is_score(value) for metrics in sets for value in [average(metrics), *metrics["per_prompt"]])
+    )
+
+
+def _is_score(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
 
 
 def score(result: Result) -> float | None:

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline import metrics
 from pipeline.clock import SystemClock
-from pipeline.storage import Conflict, MemoryStorage
+from pipeline.storage import Conflict, MemoryStorage, Object
 from pipeline.versions import Version
 
 
@@ -74,3 +74,16 @@ async def test_stored_rows_are_read_back_by_step_each_from_the_highest_term():
         await recorder.record(Version(term, step), {"perf/samples": 1.0}, 0.0)
     await storage.put("metrics/v1/best.json", b"stray")
     assert [(row["term"], row["step"]) for row in await metrics.stored(storage)] == [(1, 1), (2, 2), (2, 10)]
+
+
+@pytest.mark.parametrize("damaged", [b"{", b"[]", b"[" * 100_000, None])
+async def test_a_damaged_row_is_left_out_and_said_so(clock, caplog, damaged):
+    storage = MemoryStorage(clock)
+    recorder = metrics.Recorder(storage, None)
+    for step in (1, 2):
+        await recorder.record(Version(1, step), {}, 0.0)
+    key = f"metrics/v1/{Version(1, 2)}.json"
+    whole = storage.memory.objects[key]
+    storage.memory.objects[key] = Object(whole.info, damaged or whole.data[:-1], {} if damaged else whole.metadata)
+    assert [row["step"] for row in await metrics.stored(storage)] == [1]
+    assert f"the metrics of {Version(1, 2)} are damaged" in caplog.text

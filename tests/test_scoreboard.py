@@ -1,11 +1,17 @@
 """pipeline.scoreboard: when an evaluation is due, which version is the best, what was gained."""
 
+import json
+import random
 import types
 
 import pytest
 
 from pipeline.config import RunConfig
+from pipeline.coordinator import Coordinator
+from pipeline.messages import evaluation_key
 from pipeline.scoreboard import Scoreboard
+from pipeline.storage import MemoryStorage, Object
+from pipeline.versions import Version
 
 
 def scoreboard(every_steps=0, total_steps=10, sets=("held-out",)):
@@ -72,3 +78,36 @@ def test_an_interval_that_cannot_be_had_is_left_out():
     board = scoreboard()
     board.results = {0: result(0, [0.5]), 10: result(10, [0.7])}
     assert board.improvement() == {"set-0": {"step": 10, "before": 0.5, "after": 0.7}}
+
+
+DAMAGED = [
+    b"{",
+    b"[]",
+    b"{}",
+    b"[" * 100_000,
+    b'{"version": ["a", 1], "sets": {}}',
+    b'{"version": [1, 4], "sets": {"a": 5}}',
+]
+DAMAGED += [b'{"version": [1, 4], "sets": {"a": {"avg@1": "x", "per_prompt": []}}}', None]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+@pytest.mark.parametrize("moment", ["restore", "collect"])
+async def test_a_damaged_result_is_a_missing_evaluation_and_does_not_end_the_run(clock, caplog, damaged, moment):
+    storage = MemoryStorage(clock)
+    board = scoreboard(every_steps=4)
+    board.coordinator = Coordinator(storage, board.config, clock, random.Random(0))
+    for step, score in ((0, 0.5), (4, 0.9), (8, 0.7)):
+        await storage.create(evaluation_key(step), json.dumps(result(step, [score, score])).encode())
+    whole = storage.memory.objects[evaluation_key(4)]
+    data, metadata = (damaged, {}) if damaged else (whole.data[:-1], whole.metadata)
+    storage.memory.objects[evaluation_key(4)] = Object(whole.info, data, metadata)
+    for _ in range(2):
+        await (board.restore() if moment == "restore" else board.collect(10))
+    assert sorted(board.results) == [0, 8]
+    assert board.best()["version"] == [1, 8]
+    assert board.improvement()["set-0"]["after"] == 0.7
+    assert not board.wants(4)
+    assert "the evaluation of step 4 is damaged" in caplog.text
+    await board.coordinator.evaluate(4, Version(1, 4))
+    assert not board.pending
