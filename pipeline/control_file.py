@@ -2,11 +2,14 @@
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable
 
 from pipeline.messages import CONTROL_KEY, CONTROL_REMEDY, ControlState
-from pipeline.storage import Conflict, Corrupted, Object, ObjectInfo, Storage, StorageError
-from pipeline.trainer_log import Fenced
+from pipeline.storage import ABSENT, Conflict, Corrupted, Object, ObjectInfo, Storage, StorageError
+from pipeline.trainer_log import Fenced, is_begun
+
+log = logging.getLogger(__name__)
 
 
 class ControlFile:
@@ -40,8 +43,9 @@ class ControlFile:
     async def write(self, current: Callable[[], ControlState], fresh: bool = False) -> ObjectInfo | None:
         """Write the state that is current when it is this call's turn; None if it is there already and not `fresh`.
 
-        Raises Fenced if a higher term has the file, StorageError if the store does not answer in time, ValueError if
-        the file was damaged.
+        A file that somebody has deleted is written anew: else trainer and workers would wait for each other for ever.
+        Raises Fenced if a higher term has the file, StorageError if the store does not answer in time or the whole run
+        was deleted, ValueError if the file was damaged.
         """
         async with self._writing:
             while True:
@@ -52,18 +56,25 @@ class ControlFile:
                 try:
                     info = await self.storage.replace(CONTROL_KEY, data, self._etag)
                 except Conflict:
-                    self._etag = await self._look_who_wrote(state.term)
+                    self._etag = await self._condition(state.term)
                     continue
                 self._etag, self._written = info.etag, data
                 return info
 
-    async def _look_who_wrote(self, term: int) -> str:
-        """The present etag, if a write of this trainer arrived although it seemed to fail; else it is fenced."""
+    async def _condition(self, term: int) -> str:
+        """On which the next try may write: that nothing has changed since this look at what is there.
+
+        It is this trainer's own, if a write of it arrived although it seemed to fail; gone; or that of a predecessor
+        which found it gone before it knew that it is fenced.
+        """
         found = await self._get()
         if found is None:
-            raise StorageError(f"{CONTROL_KEY} is gone: somebody has deleted the run's objects")
+            if not await is_begun(self.storage):
+                raise StorageError(f"{CONTROL_KEY} is gone: somebody has deleted the run's objects")
+            log.warning("%s was deleted, and is written anew", CONTROL_KEY)
+            return ABSENT
         present = ControlState.decode(found.data)
-        if present.term != term:
+        if present.term > term:
             raise _fenced(present.term, term)
         return found.info.etag
 

@@ -171,6 +171,11 @@ class TrainerLog:
         return decode(found.data) if found else None
 
 
+async def is_begun(storage: Storage) -> bool:
+    """Whether there is a log: only who deletes the whole run deletes it."""
+    return await storage.head(_key(0)) is not None
+
+
 async def records(storage: Storage) -> list[Record]:
     """The whole log. Raises ValueError for what is no record, Corrupted, StorageError."""
     found: list[Record] = []

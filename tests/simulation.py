@@ -66,6 +66,8 @@ GRACE_S = 20.0
 """A worker that is asked to leave is killed after that."""
 KEPT = 2
 """Checkpoints."""
+CONTROL_LOST = 0.002
+"""Chance per storage call, where it may be lost."""
 KINDS = ("lost", "doubled", "hung", "leaked", "broken")
 
 
@@ -113,7 +115,7 @@ class Hazards:
     scored_alike: float = 0.0
     """Per group, with dynamic sampling: no spread; half as often no valid sample at all."""
     lose_control: bool = False
-    """control/state.json is deleted when the trainer is killed."""
+    """control/state.json is deleted when the trainer is killed, and now and then while it lives."""
     drain: float = 0.0
     """Per look at control: the worker hands everything back and leaves."""
     elastic: tuple[int, ...] = ()
@@ -208,6 +210,10 @@ class WatchedBucket(MemoryBucket):
             late = sequence >= self.finals.get(ulid, sequence + 1)
             require(not late, "broken", f"{group.key} was written by a revoked writer")
 
+    def lose_control(self) -> None:
+        self.objects.pop(CONTROL_KEY, None)
+        self.finals.clear()  # nobody knows any longer who was revoked, but a trainer that lives
+
     def rot(self, key: str) -> None:
         found = self.rotten[key] = self.objects.pop(key)
         if self.world.chance(0.5):
@@ -281,6 +287,9 @@ class Process:
         if self.world.strikes(self.world.hazards.stall):
             self.stalled_until = self.world.now() + self.world.random.uniform(20, 200)
             log.info("%s stalls until %.1f", self.name, self.stalled_until)
+        if self.world.hazards.lose_control and self.world.strikes(CONTROL_LOST):
+            log.info("%s is deleted", CONTROL_KEY)
+            self.world.bucket.lose_control()
         await self.sleep(self.world.random.uniform(0.001, 0.05))
         if self.world.is_last_moment(self):
             self.die()
@@ -417,8 +426,7 @@ class World:
         except Killed:
             self.kills_left -= 1
             if self.hazards.lose_control:
-                self.bucket.objects.pop(CONTROL_KEY, None)
-                self.bucket.finals.clear()  # nobody knows any longer who was revoked
+                self.bucket.lose_control()
         except (Fenced, StorageError, Superseded) as error:
             log.info("%s ends: %s", process.name, error)
             hazards = self.hazards

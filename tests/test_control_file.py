@@ -6,7 +6,7 @@ import pytest
 from pipeline.control_file import ControlFile
 from pipeline.messages import CONTROL_KEY, ControlState, WriterEntry
 from pipeline.storage import MemoryStorage, Object, Storage, StorageError, Transient
-from pipeline.trainer_log import Fenced
+from pipeline.trainer_log import Fenced, TrainerLog
 from pipeline.versions import Version
 
 FIRST = ControlState(term=1, step=0, version=None, writers={})
@@ -108,6 +108,24 @@ async def test_a_deleted_run_is_said_to_be_deleted(clock):
     await store.delete(CONTROL_KEY)
     with pytest.raises(StorageError, match="is gone"):
         await file.write(lambda: at_step(1))
+
+
+async def test_a_file_deleted_while_the_run_goes_on_is_written_anew_whoever_sees_that_first(clock):
+    store = MemoryStorage(clock)
+    await TrainerLog(store).take_over()
+    old, new = ControlFile(store), ControlFile(store)
+    await old.seize(FIRST)
+    await store.delete(CONTROL_KEY)
+    await old.write(lambda: at_step(1))
+    assert await present(store) == at_step(1)
+    await new.seize(dataclasses.replace(FIRST, term=2))
+    await store.delete(CONTROL_KEY)
+    await old.write(lambda: at_step(2))  # fenced, and cannot know it
+    ours = dataclasses.replace(FIRST, term=2, step=1)
+    await new.write(lambda: ours)
+    assert await present(store) == ours
+    with pytest.raises(Fenced, match="term 2"):
+        await old.write(lambda: at_step(3))
 
 
 @pytest.mark.slow

@@ -648,6 +648,16 @@ async def test_a_fault_in_the_loop_reaches_whoever_waits_for_a_plan(scene: Scene
 # Restarts
 
 
+async def test_a_control_file_deleted_while_a_step_is_waited_for_stops_nobody(scene: Scene):
+    trainer = await scene.trainer()
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    held = await scene.leases(writer)
+    del scene.bucket.objects[CONTROL_KEY]
+    await scene.tick(trainer)
+    assert (await writer.sync(Report(version=None))).leases == held
+
+
 async def test_a_successor_fences_its_predecessor_everywhere(scene: Scene):
     old = await scene.trainer()
     writer = await scene.writer("rollout-0")

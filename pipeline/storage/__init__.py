@@ -11,6 +11,7 @@ import urllib.parse
 
 from pipeline.clock import Clock, SystemClock
 from pipeline.storage.bucket import (
+    ABSENT,
     SEGMENT,
     Bucket,
     Conflict,
@@ -28,6 +29,7 @@ from pipeline.storage.local import LocalBucket
 from pipeline.storage.memory import Faults, FaultyBucket, MemoryBucket, MemoryStorage
 
 __all__ = [
+    "ABSENT",
     "SEGMENT",
     "Bucket",
     "Conflict",
