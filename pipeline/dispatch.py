@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 ROUNDS = 10
 """Dynamic sampling: replacements of a whole step after which the groups that come are trained as they are."""
 BARREN = 64
-"""Groups of a run's beginning without any valid sample after which none is expected any more."""
+"""Groups of a run's beginning without any valid sample, or shards in a row that are refused, after which none is
+expected any more."""
 
 
 class Dispatcher:
@@ -50,7 +51,7 @@ class Dispatcher:
 
     def choose(self, step: int) -> Choice:
         """The groups of `step`; those that cannot be trained any more are set aside first. Raises Hopeless where all
-        of a run's first groups are."""
+        of a run's first groups are, and where one shard after the other is refused."""
         self.refuse(step)
         self._expect_some(step)
         size = self.algorithm.prompts_per_step
@@ -73,6 +74,14 @@ class Dispatcher:
         count = len(came)
         if step == 1 and self._impatient and count >= BARREN and not any(group.valid for group in came):
             raise Hopeless(f"none of the first {count} groups has a sample that can be trained: {self.why['invalid']}")
+        if self.intake.refused >= BARREN:
+            raise Hopeless(
+                f"the last {self.intake.refused} shards are not what a worker should write ({self._damage()}): workers "
+                "and trainer need the same version of Miles and the same configuration"
+            )
+
+    def _damage(self) -> str:
+        return next(reversed(self.intake.damaged.values())).reason
 
     def enter(self, plan: Plan) -> None:
         """`plan` is in the log."""
@@ -94,6 +103,8 @@ class Dispatcher:
         unfit = collections.Counter(drop.reason for drop, _ in self.ledger.aside.values())
         parts = [f"more groups: {choice.ready} of {self.algorithm.prompts_per_step} ready"]
         parts += [f"{count} dropped ({self._cause(reason)})" for reason, count in unfit.items()]
+        if self.intake.damaged:
+            parts.append(f"damaged shards: {len(self.intake.damaged)} ({self._damage()})")
         return "; ".join([*parts, places or "none running"])
 
     def _place(self, writer: Known, count: int) -> str:

@@ -24,11 +24,13 @@ LONGEST_REASON = 400  # characters
 
 
 class Intake:
-    """`damaged`: shards that the next plan must name. `vocabulary`: token ids must be below; None: not checked."""
+    """`damaged`: shards that the next plan must name. `refused`: how many in a row are not what a worker should write.
+    `vocabulary`: token ids must be below; None: not checked."""
 
     def __init__(self, storage: Storage, group_size: int, vocabulary: int | None):
         self.storage, self.group_size, self.vocabulary = storage, group_size, vocabulary
         self.damaged: dict[str, Quarantine] = {}
+        self.refused = 0
         self._logged: set[str] = set()
 
     def logged(self, shards: Iterable[Quarantine]) -> None:
@@ -58,8 +60,10 @@ class Intake:
         try:
             table = experience.decode(shard.data, self.vocabulary, self.group_size)
         except Damaged as error:
+            self.refused += not self.is_logged(key)
             self._quarantine(known, key, shard, str(error), ledger)
             return
+        self.refused = 0
         for group in summarise(table, key, shard.info.sha256, known.ulid, known.cursor):
             ledger.deliver(group, catching_up=known.cursor < known.promised)
 

@@ -519,6 +519,29 @@ async def test_a_run_that_begins_with_nothing_but_invalid_samples_is_hopeless_an
         await plan_now(successor, 1)
 
 
+ONE_TOO_MANY = (0.0, 1.0, 1.0)
+"""Rewards of a group that is larger than the configured ones."""
+
+
+async def test_workers_whose_every_shard_is_refused_end_the_run_which_says_why(scene: Scene):
+    trainer, writer = await scene.trainer(), await scene.writer("rollout-0")
+    await deliver(scene, trainer, writer, 2 * SIZE * (BARREN - 1), ONE_TOO_MANY)
+    assert f"damaged shards: {BARREN - 1} (a group has 3 samples, not 2)" in await waits_for(trainer, 1)
+    successor = await scene.trainer()
+    await deliver(scene, successor, writer, 2 * SIZE, ONE_TOO_MANY)
+    with pytest.raises(Hopeless, match=rf"the last {BARREN} shards .*\(a group has 3 samples, not 2\): workers"):
+        await plan_now(successor, 1)
+
+
+async def test_one_shard_in_between_that_can_be_trained_keeps_hope(scene: Scene):
+    trainer, writer = await scene.trainer(), await scene.writer("rollout-0")
+    await deliver(scene, trainer, writer, 2 * SIZE * (BARREN - 1), ONE_TOO_MANY)
+    await writer.commit([group(0)])
+    await scene.tick(trainer)
+    await deliver(scene, trainer, writer, 2 * SIZE * (BARREN - 1), ONE_TOO_MANY)
+    assert "1 of 2 ready" in await waits_for(trainer, 1)
+
+
 async def test_one_valid_sample_or_a_trained_step_or_a_reward_that_may_still_start_keeps_hope(scene: Scene):
     trainer, writer = await scene.trainer(), await scene.writer("rollout-0")
     await deliver(scene, trainer, writer, 4, (None, 1.0))
