@@ -254,11 +254,21 @@ def test_targets_that_the_model_does_not_have_are_named(folders):
 # Models that would be scored wrongly
 
 
-def test_a_model_that_caps_its_logits_is_refused(tmp_path):
-    config = transformers.Gemma2Config(
-        **policies.SHAPE, num_key_value_heads=2, intermediate_size=96, head_dim=32, final_logit_softcapping=1.0
+def test_a_model_that_scales_its_logits_is_refused(tmp_path):
+    config = transformers.GraniteConfig(
+        **policies.SHAPE, num_key_value_heads=2, intermediate_size=96, logits_scaling=4.0
     )
-    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM.*cannot be trained: the log-probabilities .* differ"):
+    with pytest.raises(ValueError, match=r"GraniteForCausalLM.*cannot be trained: the log-probabilities .* differ"):
+        build(save_model(config, tmp_path / "granite"))
+
+
+@pytest.mark.parametrize("cap", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_a_model_that_caps_its_scores_is_refused_however_small_they_are_at_first(tmp_path, cap):
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None, cap: 50.0}
+    config = transformers.Gemma2Config(
+        **policies.SHAPE, num_key_value_heads=2, intermediate_size=96, head_dim=32, **caps
+    )
+    with pytest.raises(ValueError, match=rf"cannot be trained: it caps its scores \({cap}"):
         build(save_model(config, tmp_path / "gemma"))
 
 
@@ -290,6 +300,23 @@ def test_a_sliding_window_shorter_than_the_longest_sample_is_refused(tmp_path):
     ):
         build(folder)
     build(folder, max_model_len=100)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_turn_by_the_longest_sample_beside_them_are_refused(tmp_path, kind):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [8.0] * 8} if kind == "longrope" else {}
+    config = transformers.LlamaConfig(
+        **policies.SHAPE,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **factors}
+        | {"original_max_position_embeddings": 64},
+    )
+    folder = save_model(config, tmp_path / kind)
+    with pytest.raises(ValueError, match=rf"beyond 64 tokens \(rope_type {kind}\).*max_model_len \(now 128\) to at"):
+        build(folder)
+    build(folder, max_model_len=64)
 
 
 # Files

@@ -169,7 +169,7 @@ def build(
     trains_all = trainer.lora is None and not frozen
     model = _empty(config, torch.float32 if trains_all else dtype)
     model.requires_grad_(trains_all)
-    _check_window(model, config)
+    _check_attention(model, config)
     if trainer.lora is not None and not frozen:
         model = _with_adapters(model, trainer.lora, config, [ACTOR, CRITIC] if critic else [ACTOR])
     temperature = config.algorithm.sampling.temperature
@@ -178,8 +178,8 @@ def build(
         built.base.set_attn_implementation(attention.NAME)
         layers = built.layers
     except (AttributeError, StopIteration) as error:
-        name = type(built.base).__name__
-        raise ValueError(f"model.uri: {config.model.uri} ({name}) cannot be trained: {error}") from None
+        name, reason = type(built.base).__name__, str(error) or "its layers are in no list of their own"
+        raise ValueError(f"model.uri: {config.model.uri} ({name}) cannot be trained: {reason}") from None
     built.offloaded = trainer.offload == "all" or (frozen and trainer.offload == "reference")
     if not policy:
         built.base.set_output_embeddings(nn.Identity())
@@ -254,8 +254,40 @@ def _optimise(layer: nn.Module, trainer: TrainerConfig) -> None:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def _check_window(model: transformers.PreTrainedModel, config: RunConfig) -> None:
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+ROPES_BY_LENGTH = ("dynamic", "longrope")
+
+
+def _check_attention(model: transformers.PreTrainedModel, config: RunConfig) -> None:
+    """Raises ValueError for what two short samples would not show (see loading), or too faintly."""
     text = model.config.get_text_config()
+    _check_window(text, config)
+    for cap in CAPS:
+        if getattr(text, cap, None):
+            raise ValueError(
+                f"model.uri: {config.model.uri} cannot be trained: it caps its scores ({cap} in its config.json), "
+                "which is not supported; choose a model that does not"
+            )
+    for rope in _ropes(getattr(text, "rope_parameters", None) or {}):
+        kind, longest = rope.get("rope_type"), config.rollout.max_model_len
+        if kind not in ROPES_BY_LENGTH:
+            continue
+        known = text.max_position_embeddings
+        original = min(known, rope.get("original_max_position_embeddings") or known)
+        if longest > original:
+            raise ValueError(
+                f"model.uri: {config.model.uri} turns positions otherwise beyond {original} tokens (rope_type {kind}), "
+                "so that a sample's probabilities would depend on what it is packed with, which is not supported; set "
+                f"rollout.max_model_len (now {longest}) to at most {original}"
+            )
+
+
+def _ropes(parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    """One for all layers, or one for each kind of them."""
+    return [parameters] if "rope_type" in parameters else [each for each in parameters.values() if each]
+
+
+def _check_window(text: transformers.PreTrainedConfig, config: RunConfig) -> None:
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
     slides = "sliding_attention" in kinds if kinds else getattr(text, "use_sliding_window", True)
