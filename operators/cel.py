@@ -14,7 +14,15 @@ from pydantic.alias_generators import to_camel
 
 from operators import schema
 from operators.edits import REFUSED, SUSPENDED, TABLE
-from operators.rules import BARE_LAYERS, GENERATES, MANAGED_VARIABLE, NO_ADAPTER, NO_COPY, NO_REFERENCE
+from operators.rules import (
+    BARE_LAYERS,
+    CORRECTS_NOTHING,
+    GENERATES,
+    MANAGED_VARIABLE,
+    NO_ADAPTER,
+    NO_COPY,
+    NO_REFERENCE,
+)
 from operators.schema import Node
 from operators.spec.pods import GPU
 from pipeline.algorithms.registry import ALGORITHMS
@@ -46,7 +54,8 @@ def _of_type(node: Node) -> Iterator[Rule]:
     if bounds := node.get("between"):
         above = ">" if bounds["above"] else ">="
         within = f"double(self) {above} {float(bounds['low'])} && double(self) <= {float(bounds['high'])}"
-        yield Rule(f"!{fits} || ({within})", bounds["remedy"])
+        off = "double(self) == 0.0 || " if bounds["off"] else ""
+        yield Rule(f"!{fits} || {off}({within})", bounds["remedy"])
     if names := node.get("propertyNames"):
         fits = f"size(k) <= {names['maxLength']} && k.matches({_quoted(names['pattern'])})"
         yield Rule(f"self.all(k, {fits})", names["remedy"])
@@ -339,6 +348,17 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "at most totalSteps",
             ".warmupSteps",
         ),
+        Rule(
+            "!has(self.parameters) || !has(self.parameters.criticWarmupSteps) || "
+            "self.parameters.criticWarmupSteps < self.totalSteps",
+            "below totalSteps",
+            ".parameters.criticWarmupSteps",
+        ),
+        Rule(
+            "!has(self.kl.target) || self.kl.horizon >= self.promptsPerStep * self.groupSize",
+            "at least promptsPerStep times groupSize",
+            ".kl.horizon",
+        ),
     ),
     "spec.algorithm.kl": (
         Rule(
@@ -350,6 +370,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "!has(self.target) || double(self.coefficient) > 0.0",
             "needs a coefficient above 0 to start from",
             ".target",
+        ),
+    ),
+    "spec.algorithm.correction": (
+        Rule(
+            "!self.bypass || (self.type != 'masked-is' && !has(self.sequenceBand) && double(self.veto) == 0.0)",
+            CORRECTS_NOTHING,
+            ".bypass",
         ),
     ),
     "spec.rollout": (

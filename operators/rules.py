@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic.alias_generators import to_camel
+from pydantic.alias_generators import to_camel, to_snake
 
 from operators import schema
 from operators.resolve import gpus, set_name
 from operators.schema import Path
 from operators.spec import RLJob
-from operators.spec.fields import OWN_COUNT, OWN_RATE, amount, is_rate
+from operators.spec.fields import OWN_COUNT, amount, is_rate, own_rate
 from operators.spec.inputs import PromptSource
-from operators.spec.learning import Algorithm
+from operators.spec.learning import Algorithm, Correction
 from operators.spec.pods import GPU, Resources, Template, Toleration
 from pipeline import where
 from pipeline.algorithms.registry import ALGORITHMS
@@ -27,6 +27,7 @@ BARE_LAYERS = re.compile("(^|,)(lm_head|embed_out|embed_tokens|wte|wpe)(,|$)")
 NO_ADAPTER = "the embedding and the head carry no adapter that vLLM could serve; leave them out"
 NO_COPY = "with lora the base itself is the reference; use all, or remove it"
 NO_REFERENCE = "with algorithm.kl.coefficient 0 there is no reference; raise that, use all, or remove it"
+CORRECTS_NOTHING = "it leaves nothing to correct; remove it, or masked-is, sequenceBand and veto"
 TURN_BY_TURN = "an environment's reward comes turn by turn and cannot be rescaled as a whole; remove it"
 
 GENERATES = "with data.replayFrom nothing is generated, and stored samples have their rewards; remove it"
@@ -179,9 +180,25 @@ def _algorithm(job: RLJob) -> Iterator[Broken]:
         yield (*here, "kl", "estimator"), "k1 has no gradient as a loss; use k3, or placement: reward"
     if algorithm.kl.target is not None and float(algorithm.kl.coefficient) == 0:
         yield (*here, "kl", "target"), "needs a coefficient above 0 to start from"
+    samples = algorithm.prompts_per_step * algorithm.group_size
+    if algorithm.kl.target is not None and algorithm.kl.horizon < samples:
+        yield (*here, "kl", "horizon"), f"at least promptsPerStep times groupSize, which is {samples}"
+    if algorithm.correction.bypass and _corrects(algorithm.correction):
+        yield (*here, "correction", "bypass"), CORRECTS_NOTHING
     if algorithm.warmup_steps > algorithm.total_steps:
         yield (*here, "warmupSteps"), f"at most totalSteps, which is {algorithm.total_steps}"
+    if _whole(algorithm.parameters.get("criticWarmupSteps")) >= algorithm.total_steps:
+        yield (*here, "parameters", "criticWarmupSteps"), f"below totalSteps, which is {algorithm.total_steps}"
     yield from _own_parameters((*here, "parameters"), algorithm.parameters, entry.parameters if entry else {})
+
+
+def _corrects(correction: Correction) -> bool:
+    return correction.type == "masked-is" or correction.sequence_band is not None or float(correction.veto) > 0
+
+
+def _whole(value: Any) -> int:
+    """What is given as a number of steps; 0 for what is none, which is refused elsewhere."""
+    return value if type(value) is int else 0
 
 
 def _own_parameters(path: Path, given: dict[str, Any], defaults: Mapping[str, object]) -> Iterator[Broken]:
@@ -192,11 +209,11 @@ def _own_parameters(path: Path, given: dict[str, Any], defaults: Mapping[str, ob
                 (*path, name),
                 f"unknown parameter; known are {', '.join(known)}" if known else "this algorithm has none",
             )
-        elif remedy := _unfit(value, type(known[name])):
+        elif remedy := _unfit(to_snake(name), value, type(known[name])):
             yield (*path, name), remedy
 
 
-def _unfit(value: Any, kind: type) -> str | None:
+def _unfit(name: str, value: Any, kind: type) -> str | None:
     """What to write instead of a value of an own parameter of that kind; None: it fits."""
     if kind is bool:
         return None if isinstance(value, bool) else "write true or false"
@@ -205,7 +222,7 @@ def _unfit(value: Any, kind: type) -> str | None:
     if not (isinstance(value, str) and is_rate(value)):
         return 'rates are strings; write a decimal number in quotes, such as "0.5"'
     try:
-        OWN_RATE.check(value)
+        own_rate(name).check(value)
     except ValueError as error:
         return str(error)
     return None

@@ -19,7 +19,7 @@ import pydantic
 
 from pipeline import archive, fetch, output, termination
 from pipeline import config as configuration
-from pipeline.algorithms.registry import ALGORITHMS, Algorithm
+from pipeline.algorithms.registry import ALGORITHMS, OFF_OR_ABOVE_1, SHARES, Algorithm
 from pipeline.config import AlgorithmConfig, RunConfig
 from pipeline.storage import Conflict, Storage, StorageError, Unavailable, open_storage
 from pipeline.storage.check import probe
@@ -97,6 +97,10 @@ def check_parameters(algorithm: AlgorithmConfig, entry: Algorithm) -> None:
             raise ValueError(
                 f"algorithm.parameters.{name}: got {json.dumps(value)}; {algorithm.type} needs {KINDS[type(default)]}, "
                 f"such as its default, {json.dumps(default)}"
+            )
+        if (name in SHARES and value > 1) or (name in OFF_OR_ABOVE_1 and 0 < value <= 1):
+            raise ValueError(
+                f"algorithm.parameters.{name}: got {value}; give {'at most 1' if name in SHARES else '0, or above 1'}"
             )
 
 

@@ -162,11 +162,11 @@ POOLS: dict[str, list[Any]] = (
         "spec.algorithm.groupSize": [Plain(text) for text in ("1", "2", "8.0", "010")],
         "spec.algorithm.warmupSteps": [Plain(text) for text in ("0", "199", "200", "201")],
         "spec.algorithm.parameters": [
-            {"dualClip": value} for value in ("0", "3", "-1", "1e999", Plain("3"), Plain("~"), "x", "1000001")
+            {"dualClip": value} for value in ("0", "3", "1", "-1", "1e999", Plain("3"), Plain("~"), "x", "1000001")
         ]
         + [{"dynamicSampling": value} for value in (Plain("true"), Plain("1"), "true", Plain("~"))]
-        + [{"criticWarmupSteps": Plain(text)} for text in ("0", "1.0", "-1", "1000001", "'5'")]
-        + [{"gamma": "0.9"}, {"overlongBuffer": "0.5", "maskTruncated": Plain("no")}]
+        + [{"criticWarmupSteps": Plain(text)} for text in ("0", "199", "200", "1.0", "-1", "1000001", "'5'")]
+        + [{"gamma": "0.9"}, {"gamma": "1.1"}, {"overlongBuffer": "0.5", "maskTruncated": Plain("no")}]
         + [{"lambda": "0.95"}, {"lambda": Plain("~")}, {"dual_clip": "3"}, {}, Plain("~"), []],
         "spec.algorithm.kl": [
             {"estimator": estimator, "placement": placement}
@@ -174,12 +174,17 @@ POOLS: dict[str, list[Any]] = (
             for placement in ("loss", "reward")
         ]
         + [{"coefficient": coefficient, "target": "0.1"} for coefficient in ("0", "0.0", "0.5", "x")]
+        + [{"coefficient": "1", "target": "0.1", "horizon": Plain(text)} for text in ("11", "12", "127", "128")]
         + [{"target": "0.1"}, {"target": "0"}, {"target": Plain("~")}],
         "spec.algorithm.correction": [
             {"type": "masked-is", "band": {"low": "0.9"}, "sequenceBand": {}},
             {"band": {"high": "0.9"}},
             {"sequenceBand": {"low": "1.1"}},
             {"bypass": Plain("true"), "veto": "2"},
+            {"bypass": Plain("true"), "veto": "0.0"},
+            {"bypass": Plain("true"), "veto": "1e-4"},
+            {"bypass": Plain("true"), "sequenceBand": {}},
+            {"bypass": Plain("true"), "type": "masked-is"},
         ],
         "spec.algorithm.clip": [
             {"low": low, "high": high} for low, high in (("0.2", "0.3"), ("1", "101"), ("0.999", "0"))

@@ -13,8 +13,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from pipeline import launch, termination
+from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.config import RunConfig
 from pipeline.storage import Unavailable
+
+PPO = {"type": "ppo", "total_steps": 4, "prompts_per_step": 2, "group_size": 1}
 
 
 @pytest.fixture
@@ -76,6 +79,8 @@ def test_a_store_that_does_not_answer_may_be_tried_again(content, tmp_path, monk
         ("algorithm.parameters.dual_clip", True, "got true; grpo needs a number, at least 0, such as its default, 0.0"),
         ("algorithm.parameters.dual_clip", -1, "got -1; grpo needs a number, at least 0"),
         ("algorithm.parameters.dual_clip", float("nan"), "dual_clip: got NaN; grpo needs a number"),
+        ("algorithm.parameters.dual_clip", 0.5, "dual_clip: got 0.5; give 0, or above 1"),
+        ("algorithm", PPO | {"parameters": ALGORITHMS["ppo"].parameters | {"gamma": 1.5}}, "got 1.5; give at most 1"),
         ("model.path", "/nowhere", "model.path: /nowhere holds no config.json; fetch the model first"),
         ("store.uri", "ftp://somewhere", "ftp://somewhere"),
     ],

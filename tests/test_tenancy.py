@@ -72,7 +72,7 @@ spec:
       sequenceBand: {low: "0.28125", high: "3.125"}
       veto: "0.0078125"
     parameters:
-      {dualClip: "0.4375", gamma: "0.96875", overlongBuffer: "0.34375", overlongPenalty: "0.40625",
+      {dualClip: "1.4375", gamma: "0.96875", overlongBuffer: "0.34375", overlongPenalty: "0.40625",
        gaeLambda: "0.953125", valueClip: "0.1875", valueRegularization: "0.00390625", criticLearningRateScale: "3.25"}
   rollout:
     image: marked.example/rollout

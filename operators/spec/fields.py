@@ -14,6 +14,8 @@ import pydantic
 from pydantic.alias_generators import to_camel
 from pydantic_core import core_schema
 
+from pipeline.algorithms.registry import OFF_OR_ABOVE_1, SHARES
+
 
 class Model(pydantic.BaseModel):
     """One object of the resource: camelCase keys, none of them unknown, the text under each field its documentation.
@@ -69,12 +71,12 @@ def text(longest: int, pattern: str | None = None, remedy: str | None = None, sh
 
 
 class Between:
-    """Bounds of a rate; its JSON schema carries them as {between: {low, high, above, remedy}}."""
+    """Bounds of a rate; its JSON schema carries them as {between: {low, high, above, off, remedy}}."""
 
-    def __init__(self, low: float, high: float, above: bool = False) -> None:
-        """`above`: `low` itself is refused."""
-        limits = f"{'above' if above else 'at least'} {low:g} and at most {high:g}"
-        self.low, self.high, self.above, self.remedy = low, high, above, f"must be {limits}"
+    def __init__(self, low: float, high: float, above: bool = False, off: bool = False) -> None:
+        """`above`: `low` itself is refused; `off`: 0 is not, wherever `low` lies."""
+        limits = f"{'0, or ' if off else ''}{'above' if above else 'at least'} {low:g} and at most {high:g}"
+        self.low, self.high, self.above, self.off, self.remedy = low, high, above, off, f"must be {limits}"
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
@@ -85,6 +87,8 @@ class Between:
 
     def check(self, rate: str) -> str:
         value = float(rate)
+        if self.off and value == 0:
+            return rate
         if not self.low <= value <= self.high or (self.above and value == self.low):
             raise ValueError(self.remedy)
         return rate
@@ -95,10 +99,15 @@ Rate = Annotated[str, text(32, _RATE, 'write a decimal number in quotes, such as
 SignedRate = Annotated[str, text(32, f"-?{_RATE}", 'write a decimal number in quotes, such as "0.5" or "-0.1"')]
 
 
-OWN_RATE = Between(0, 1_000_000)
-"""Bounds of the rates among an algorithm's own parameters."""
 OWN_COUNT = 1_000_000
-"""Largest whole number among them."""
+"""Largest number among an algorithm's own parameters."""
+
+
+def own_rate(name: str) -> Between:
+    """Bounds of a rate among an algorithm's own parameters."""
+    if name in OFF_OR_ABOVE_1:
+        return Between(1, OWN_COUNT, above=True, off=True)
+    return Between(0, 1 if name in SHARES else OWN_COUNT)
 
 
 def is_rate(value: str) -> bool:

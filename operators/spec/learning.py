@@ -9,13 +9,13 @@ from pydantic.alias_generators import to_camel
 
 from operators.spec.fields import (
     OWN_COUNT,
-    OWN_RATE,
     Between,
     Model,
     OneOf,
     Parameters,
     Rate,
     StoreUri,
+    own_rate,
     text,
 )
 from operators.spec.inputs import EvaluationSet
@@ -31,22 +31,22 @@ def _own_parameters() -> dict[str, Any]:
     for algorithm, entry in ALGORITHMS.items():
         for name, default in entry.parameters.items():
             owners.setdefault(name, {})[algorithm] = default
-    properties = {to_camel(name): _own_parameter(PARAMETERS[name], of) for name, of in owners.items()}
+    properties = {to_camel(name): _own_parameter(name, of) for name, of in owners.items()}
     return {"type": "object", "properties": properties, "default": {}}
 
 
-def _own_parameter(text: str, defaults: dict[str, bool | int | float]) -> dict[str, Any]:
+def _own_parameter(name: str, defaults: dict[str, bool | int | float]) -> dict[str, Any]:
     """`defaults`: by algorithm; all of one kind."""
     (kind,) = {type(default) for default in defaults.values()}
-    shown = {name: str(default).lower() if kind is bool else f"{default:g}" for name, default in defaults.items()}
+    shown = {owner: str(default).lower() if kind is bool else f"{default:g}" for owner, default in defaults.items()}
     values = set(shown.values())
     of = f"Default: {values.pop()}" if len(values) == 1 else f"Default: {', '.join(map(' '.join, shown.items()))}"
     schema: dict[str, Any] = {"type": "boolean"}
     if kind is int:
         schema = {"type": "integer", "minimum": 0, "maximum": OWN_COUNT}
     elif kind is float:
-        schema = pydantic.TypeAdapter(Annotated[Rate, OWN_RATE]).json_schema()
-    return schema | {"description": f"Of {', '.join(shown)}: {text}. {of}."}
+        schema = pydantic.TypeAdapter(Annotated[Rate, own_rate(name)]).json_schema()
+    return schema | {"description": f"Of {', '.join(shown)}: {PARAMETERS[name]}. {of}."}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -98,7 +98,7 @@ class Kl(Model):
     Default: the coefficient stays as it is."""
     horizon: Annotated[int, Field(ge=1, le=1_000_000_000)] = 10_000
     """With target: completions over which the coefficient changes by the relative error (of at most 0.2); the fewer,
-    the faster. At least promptsPerStep times groupSize is sensible."""
+    the faster. At least promptsPerStep times groupSize: five times as many in a step would turn its sign."""
 
 
 class Band(Model):
@@ -154,7 +154,7 @@ class Algorithm(Model):
     warmup_steps: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up; linear and cosine reach 0 at the last step."""
+    """Course of the learning rate after the warm-up; linear and cosine would reach 0 one step behind the last."""
     weight_decay: Annotated[Rate, Between(0, 1)] = "0"
     """Weight decay of AdamW."""
     max_grad_norm: Annotated[Rate, Between(0, 1_000_000, above=True)] = "1"

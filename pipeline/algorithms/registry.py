@@ -34,6 +34,10 @@ PARAMETERS: dict[str, str] = {
     "value_regularization": "pull of the critic's values towards those it began with",
 }
 """What each parameter does: its documentation in the CRD. The kind is that of its defaults, the same everywhere."""
+SHARES = frozenset({"gamma", "gae_lambda", "overlong_buffer"})
+"""Rates of at most 1: a larger discount grows beyond all numbers over a long completion."""
+OFF_OR_ABOVE_1 = frozenset({"dual_clip"})
+"""Rates that are 0 or above 1: a dual clip of at most 1 leaves tokens with a negative advantage no gradient."""
 
 _CLIPPED: dict[str, bool | int | float] = {"dual_clip": 0.0}
 _GROUPED: dict[str, bool | int | float] = {"dynamic_sampling": False}
