@@ -246,9 +246,10 @@ def test_an_adapter_on_the_embedding_or_the_head_is_refused(folders, targets):
         build(folders["llama"], lora={**LORA, "targets": targets})
 
 
-def test_targets_that_the_model_does_not_have_are_named(folders):
-    with pytest.raises(ValueError, match=r"trainer\.lora\.targets: \['nonesuch'\]"):
-        build(folders["llama"], lora={**LORA, "targets": ["nonesuch"]})
+@pytest.mark.parametrize("targets", [["nonesuch"], ["q_proj", "nonesuch"], ["nonesuch", "q_proj"]])
+def test_targets_that_the_model_does_not_have_are_named_though_others_fit(folders, targets):
+    with pytest.raises(ValueError, match=r"trainer\.lora\.targets: the model has no layers called nonesuch; write"):
+        build(folders["llama"], lora={**LORA, "targets": targets})
 
 
 # Models that would be scored wrongly

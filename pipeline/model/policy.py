@@ -222,6 +222,7 @@ def of_critic(name: str) -> bool:
 
 def _with_adapters(model: Any, lora: LoraConfig, config: RunConfig, names: list[str]) -> peft.PeftModel:
     """Without storage, as the base; model.load gives them their first values."""
+    _check_targets(model, lora.targets)
     alpha: Any = lora.alpha  # PEFT divides it by the rank; it need not be whole
     settings = peft.LoraConfig(
         r=lora.rank, lora_alpha=alpha, target_modules=lora.targets, lora_dropout=0.0, task_type="CAUSAL_LM"
@@ -244,6 +245,17 @@ def _with_adapters(model: Any, lora: LoraConfig, config: RunConfig, names: list[
     for name, parameter in adapted.named_parameters():
         parameter.requires_grad_("lora_" in name)
     return adapted  # type: ignore[return-value]
+
+
+def _check_targets(model: nn.Module, targets: str | list[str]) -> None:
+    """Raises ValueError for a name that the model does not have: PEFT is content if one of them all fits."""
+    named = targets if isinstance(targets, list) else []
+    paths = [f".{path}" for path, _ in model.named_modules()]
+    if missing := [name for name in named if not any(path.endswith(f".{name}") for path in paths)]:
+        raise ValueError(
+            f"trainer.lora.targets: the model has no layers called {', '.join(missing)}; write all-linear, or names of "
+            "layers that it has"
+        )
 
 
 def _optimise(layer: nn.Module, trainer: TrainerConfig) -> None:
