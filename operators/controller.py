@@ -6,6 +6,7 @@ Level-triggered: a pass depends on nothing but what it observes, so a lost, doub
 import asyncio
 import datetime
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from operators.act import Refused, carry_out
 from operators.cache import JobKey, Name
 from operators.cluster import ApiError, Cluster, Conflict, Held
-from operators.handlers import watch_jobs
+from operators.handlers import WatchEnded, watch_jobs
 from operators.liveness import Health
 from operators.observe import observe
 from operators.observed import Object, Observed, Plan
@@ -22,7 +23,7 @@ from operators.queue import WorkQueue
 from operators.resolve import Platform
 from operators.spec import API_VERSION, KIND
 from operators.telemetry import Telemetry
-from operators.watch import KINDS, follow
+from operators.watch import KINDS, RETRY_S, follow
 
 ECHO_S = 0.2
 """Changes of children and of status are gathered for so long; a new or edited job is looked at at once."""
@@ -96,7 +97,7 @@ class Controller:
         async with asyncio.TaskGroup() as group:
             for kind in KINDS:
                 await self._follow(group, kind)
-            group.create_task(watch_jobs(self.cluster.connection, self.namespaces, self.heard), name="watch RLJob")
+            group.create_task(self._hear(), name="watch RLJob")
             group.create_task(self._check(), name="check")
             await self._survey()
             self.health.filling = False
@@ -194,6 +195,17 @@ class Controller:
         except TimeoutError:
             raise ValueError(f"objects of kind {kind} could not be listed within {LIST_LIMIT_S:.0f} s") from None
 
+    async def _hear(self) -> None:
+        """The watch of RLJobs, begun anew when it has ended, as soon as there are such objects (again). For how long
+        that may take, /healthz decides."""
+        while True:
+            try:
+                await watch_jobs(self.cluster.connection, self.namespaces, self.heard)
+            except WatchEnded as error:
+                logger.warning(f"{error}; it is begun anew")
+            await self._wait_for_definition(math.inf)
+            await asyncio.sleep(RETRY_S)  # kopf asks once what there is to watch, and that is told a little later
+
     async def _check(self) -> None:
         """Compares what the watch of RLJobs told with what there is: the proof that it hears, and the resync."""
         self.health.expect(KIND)
@@ -248,9 +260,9 @@ class Controller:
         known = self.jobs.get(key)
         return known is None or known.version < version
 
-    async def _wait_for_definition(self) -> None:
+    async def _wait_for_definition(self, limit_s: float = START_LIMIT_S) -> None:
         """Raises ValueError where the cluster does not learn what an RLJob is in time."""
-        deadline = asyncio.get_running_loop().time() + START_LIMIT_S
+        deadline = asyncio.get_running_loop().time() + limit_s
         while True:
             try:
                 async for _ in self.cluster.pages(KIND, next(iter(self.namespaces), ""), {}, bare=True):

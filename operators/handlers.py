@@ -25,11 +25,15 @@ Heard = Callable[[str | None, Object], None]
 """(ADDED, MODIFIED, DELETED, or None where a list told; the RLJob)."""
 
 
+class WatchEnded(Exception):
+    """kopf gave up."""
+
+
 async def watch_jobs(
     connection: Callable[[], Awaitable[Mapping[str, Any]]], namespaces: Sequence[str], heard: Heard
 ) -> None:
     """Runs until cancelled; `heard` is called in the caller's loop. `connection`: how to reach the server. No
-    namespaces: all. Raises RuntimeError when kopf ends."""
+    namespaces: all. Raises WatchEnded when kopf ends: the definition of RLJobs is gone, or nothing answers for long."""
     loop = asyncio.get_running_loop()
     stop = threading.Event()
     ended: asyncio.Future[None] = loop.create_future()
@@ -54,10 +58,9 @@ async def watch_jobs(
     # It warns that signals are not its own to handle.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
 
-    def run() -> None:
-        fault: BaseException | None = None
+    async def operate() -> None:
         try:
-            kopf.run(
+            await kopf.operator(
                 registry=registry,
                 settings=settings,
                 clusterwide=not namespaces,
@@ -65,6 +68,13 @@ async def watch_jobs(
                 stop_flag=stop,
                 identity=IDENTITY,
             )
+        finally:
+            stop.set()  # kopf waits for it in a thread of the loop, and the end of the loop waits for that thread
+
+    def run() -> None:
+        fault: BaseException | None = None
+        try:
+            asyncio.run(operate())
         except BaseException as error:
             fault = error
         if not loop.is_closed():
@@ -79,4 +89,4 @@ async def watch_jobs(
 
 def _end(ended: "asyncio.Future[None]", fault: BaseException | None) -> None:
     if not ended.done():
-        ended.set_exception(RuntimeError(f"the watch of RLJobs ended: {fault!r}"))
+        ended.set_exception(WatchEnded(f"the watch of RLJobs ended: {fault!r}"))

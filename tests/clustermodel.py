@@ -425,11 +425,11 @@ class World:
 
     def check_deletion(self, live: Dict, observed: Observed) -> None:
         """A failure that the operator has seen is counted before its Job is deleted."""
-        uid, status = live["metadata"]["uid"], observed.job["status"]
+        uid, attempt = live["metadata"]["uid"], observed.job.get("status", {}).get("attempt", {})
         if live["kind"] != "Job" or uid not in self.crashed or self.counted[uid]:
             return
         seen = next((child for child in observed.children if child["metadata"]["uid"] == uid), {})
-        current = live["metadata"]["labels"]["miles.dev/attempt"] == str(status["attempt"]["number"])
+        current = live["metadata"]["labels"]["miles.dev/attempt"] == str(attempt.get("number", 0))
         assert not (current and is_true(_condition(seen, "Failed"))), "a failure was forgotten"
 
     def settle(self) -> None:

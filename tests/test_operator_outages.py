@@ -1,10 +1,13 @@
 """The operator where the API server itself goes away: killed and started again on what it had stored, and without the
 definition of RLJobs for a while. On a control plane of its own, without nodes."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from operators import crd
+from operators.controller import CHECK_S
 from tests import controlplane, replica
 from tests.controlplane import ControlPlane
 from tests.kubeapi import until
@@ -63,3 +66,22 @@ def test_an_api_server_that_comes_back_finds_the_same_operator_at_work(
     assert operator.leads()
     plane.api.patch("Deployment", f"{names[2]}-rollout", "default", {"spec": {"replicas": 7}})
     until_scaled(plane, names[2], 1)
+
+
+def test_a_definition_that_is_deleted_takes_the_jobs_with_it_and_is_welcome_back(
+    plane: ControlPlane, operator: Replica
+) -> None:
+    plane.api.create(rljob("sums", "default"))
+    until_scaled(plane, "sums", 1)
+    plane.api.delete("CustomResourceDefinition", crd.NAME)
+    until(lambda: plane.api.find("CustomResourceDefinition", crd.NAME) is None, "the definition is gone", 60)
+    until(lambda: any("begun anew" in each["message"] for each in operator.said()), "the watch has ended", 60)
+    replica.install(plane)
+    until(lambda: workers(plane, "sums") is None, "the children of the old job are gone", 120)
+    plane.api.create(rljob("sums", "default"))
+    until_scaled(plane, "sums", 1)
+    plane.api.patch("RLJob", "sums", "default", {"spec": {"rollout": {"replicas": 2}}})
+    began = time.monotonic()
+    until_scaled(plane, "sums", 2)
+    assert time.monotonic() - began < CHECK_S / 2, "the watch hears again, not only the comparison once a minute"
+    assert operator.leads()
