@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -18,10 +19,12 @@ END_LIMIT_S = 10.0
 
 
 class VLLMServer:
-    def __init__(self, model: pathlib.Path, log: pathlib.Path, port: int, *options: str) -> None:
+    """`sockets`: short path of a folder for them, which a server that is killed leaves behind."""
+
+    def __init__(self, model: pathlib.Path, log: pathlib.Path, port: int, sockets: str, *options: str) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{self.port}"
-        self._model, self._log, self._options = model, log, options
+        self._model, self._log, self._sockets, self._options = model, log, sockets, options
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -36,6 +39,7 @@ class VLLMServer:
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_RPC_BASE_PATH": self._sockets,
             "HF_HUB_OFFLINE": "1",
         }
         with self._log.open("ab") as log:
@@ -79,8 +83,8 @@ class VLLMServer:
 
 @contextlib.contextmanager
 def serve(model: pathlib.Path, log: pathlib.Path, *options: str) -> Iterator[VLLMServer]:
-    with daemons.held_port() as port:
-        server = VLLMServer(model, log, port, *options)
+    with daemons.held_port() as port, tempfile.TemporaryDirectory(prefix="vllm-") as sockets:
+        server = VLLMServer(model, log, port, sockets, *options)
         server.start()
         try:
             server.wait()
