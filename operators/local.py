@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -237,7 +238,7 @@ class Run:
             self.progress.restarts += 1
             return None
         if exit.user_error:
-            return Outcome(REFUSED, exit.message.splitlines()[0])
+            return Outcome(REFUSED, first_line(exit))
         if exit.code == FENCED:
             return Outcome(FAILED, "another trainer has taken over this run")
         return Outcome(FAILED, f"the trainer failed {self.progress.restarts + 1} times (runPolicy.maxRestarts)")
@@ -245,7 +246,7 @@ class Run:
     def given_up(self, exits: Sequence[Exit | None]) -> Outcome:
         exit = next(exit for exit in exits if exit is not None)
         if exit.user_error:
-            return Outcome(REFUSED, exit.message.splitlines()[0])
+            return Outcome(REFUSED, first_line(exit))
         return Outcome(FAILED, f"{exit.process} failed {self.back_off.attempts} times in a row")
 
     def announce(self, process: Process, exit: Exit, again: bool) -> None:
@@ -374,6 +375,8 @@ class Run:
         self.display.say(f"{self.job.metadata.name}: {already or outcome.text}")
         rows = [("logs", f"{self.folder.shown}/logs")]
         rows += [("next", kept)] if kept else []
+        if outcome.code == REFUSED and self.progress.trainer:  # what was sampled tells what is wrong
+            rows.append(("report", f"miles report {shlex.quote(config.store.uri)}"))
         if outcome.code != REFUSED:
             rows += [*self.progress.summary(final), ("store", config.store.uri)]
             if self.progress.trainer or final:  # else it has not come to write anything that could be reported
@@ -394,6 +397,11 @@ def complete_already(final: Mapping[str, Any], earlier: Mapping[str, Any], total
     if steps == earlier.get("steps"):
         return "complete already, nothing was trained; for more steps, raise spec.algorithm.totalSteps"
     return None
+
+
+def first_line(exit: Exit) -> str:
+    """Of what the process said of its end; which of the ranks it was says nothing to a user."""
+    return re.sub(r"^\[rank [0-9]+\] ", "", exit.message.splitlines()[0])
 
 
 def status_url(pod: PodSpec) -> str | None:

@@ -105,15 +105,19 @@ class Progress:
 
     def waiting_for(self) -> str | None:
         """In words, what keeps the next step; None while steps are made."""
+        return "; ".join(self._waits()) or None
+
+    def _waits(self) -> list[str]:
+        """The same, each thing by itself."""
         if self.notice:
-            return self.notice
+            return [self.notice]
         parts = [text for process in self.processes if (text := self._process_waits(process))]
         for pod, status in self.workers.items():
             if status.get("waiting_for"):
                 parts.append(f"{pod} waits for {status['waiting_for']}")
         if self._trainer_is_up() and self.trainer.get("waiting_for"):
             parts.append(f"the trainer waits for {self.trainer['waiting_for']}")
-        return "; ".join(parts) or None
+        return parts
 
     def _process_waits(self, process: Process) -> str | None:
         where = f"({process.spec.name}, {duration(process.seconds())})"
@@ -137,7 +141,9 @@ class Progress:
         return self.trainer_answered > began
 
     def phase(self) -> str:
-        return str(self.trainer.get("phase") or "running") if self._trainer_is_up() else "starting"
+        if self._trainer_is_up():
+            return str(self.trainer.get("phase") or "running")
+        return "ending" if self.notice else "starting"
 
     def headline(self) -> str:
         parts = [f"{self.name}  {self.phase()} for {duration(time.monotonic() - self.began)}"]
@@ -208,7 +214,7 @@ class Progress:
     def picture(self) -> str:
         """All lines of the live display."""
         rows = [("reward", self.reward_line()), ("speed", self.speed_line()), *self.component_lines()]
-        rows.append(("now", self.waiting_for()))
+        rows += [("" if number else "now", text) for number, text in enumerate(self._waits())]
         return "\n".join([self.headline(), *(f"{name:<8} {text}" for name, text in rows if text)])
 
     def line(self) -> str:

@@ -69,7 +69,7 @@ def trainer() -> int:
         serve(os.environ["MILES_STATUS_PORT"])
     note(f"attempt {attempt} rank {rank}: {behaviour}")
     if behaviour == "refuse":
-        pathlib.Path(os.environ["MILES_TERMINATION_LOG"]).write_text("model.uri: no such model\n")
+        pathlib.Path(os.environ["MILES_TERMINATION_LOG"]).write_text("[rank 0] model.uri: no such model\n")
         return 3
     if behaviour == "crash":
         print("RuntimeError: No space left on device", flush=True)

@@ -127,6 +127,10 @@ def test_what_workers_and_trainer_say_they_wait_for_is_passed_on(progress: Progr
     assert progress.waiting_for() == (
         "rollout-0 waits for vLLM to load the model (34s); the trainer waits for groups of step 1"
     )
+    assert progress.picture().splitlines()[-2:] == [
+        "now      rollout-0 waits for vLLM to load the model (34s)",
+        "         the trainer waits for groups of step 1",
+    ]
     progress.observe({"step": 3}, {"rollout-0": {}}, 0)
     assert progress.waiting_for() is None
 
@@ -136,6 +140,8 @@ def test_at_the_end_no_memory_of_processes_that_are_gone_is_told(progress: Progr
     assert "memory" in progress.line()
     progress.notice = "the processes end"
     assert "memory" not in progress.line()
+    progress.processes[-1].enter("ended")
+    assert progress.headline().startswith("sums  ending for ")
 
 
 def test_what_is_waited_for_is_said_once() -> None:
