@@ -134,7 +134,7 @@ class Run:
         self.signalled = asyncio.Event()
 
     async def execute(self) -> int:
-        if self.is_done():
+        if self.folder.is_complete:
             self.conclude(Outcome(COMPLETE, "complete"), None)
             return COMPLETE
         try:
@@ -159,12 +159,6 @@ class Run:
         kept = self.folder.release() if outcome.code == REFUSED and not made else None
         self.conclude(outcome, kept)
         return outcome.code
-
-    def is_done(self) -> bool:
-        """Whether an earlier run of the command has done all that the job asks for."""
-        found = self.folder.earlier
-        done = found.get("run_id") == self.folder.run_id and found.get("steps") == self.job.spec.algorithm.total_steps
-        return done and self.folder.is_same_job
 
     def place(self) -> Placement:
         """Plan a new attempt, and write the files that its processes read."""
@@ -367,7 +361,7 @@ class Run:
         """The last lines on the screen: how it ended, what was achieved, where things are. `kept`: what became of the
         folder of a job that was refused before its first step."""
         config = run_config(self.job, self.folder.run_id, self.platform)
-        final, already = self.folder.earlier if self.is_done() else self.folder.summary(), None
+        final, already = self.folder.earlier if self.folder.is_complete else self.folder.summary(), None
         if outcome.code == COMPLETE:
             already = complete_already(final, self.folder.earlier, self.job.spec.algorithm.total_steps)
         if already:  # the figures are those of the training

@@ -146,7 +146,10 @@ class Progress:
         return "ending" if self.notice else "starting"
 
     def headline(self) -> str:
-        parts = [f"{self.name}  {self.phase()} for {duration(time.monotonic() - self.began)}"]
+        since = duration(time.monotonic() - self.began)
+        if self.phase() == "ending":  # what the trainer said last is not where it got to
+            return f"{self.name}  ending after {since}"
+        parts = [f"{self.name}  {self.phase()} for {since}"]
         if self.trainer.get("total_steps"):
             parts.append(f"step {self.trainer.get('step', 0)} of {self.trainer['total_steps']}")
         if self.trainer.get("eta_s") is not None:
@@ -204,7 +207,7 @@ class Progress:
 
     def _state_words(self, process: Process) -> str:
         """As for any process; what is up, but of no use yet, is not called running."""
-        if process.state == "ready":
+        if process.state == "ready" and not process.stop_requested.is_set():
             if any(process.spec.name in status.get("loading", ()) for status in self.workers.values()):
                 return f"loading the model {duration(process.seconds())}"
             if process.spec.name.startswith("trainer") and not self._trainer_is_up():
@@ -339,6 +342,8 @@ def state_words(process: Process) -> str:
     restarts = f", {process.restarts} restarts" if process.restarts else ""
     if process.state == "ended" and process.exit is not None:
         return how_it_ended(process.exit.code)
+    if process.stop_requested.is_set():
+        return "ending"
     if process.state == "ready":
         word = "running" if process.spec.readiness is None else "ready"
         return f"{word}{restarts}"

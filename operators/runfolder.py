@@ -61,8 +61,8 @@ class RunFolder:
         self._summary = self.path / "summary.json"
         self.earlier: dict[str, Any] = {}
         """The summary of an earlier run of the command that came to the end."""
-        self.is_same_job = False
-        """Whether the job that is claimed is the one that ran here last, in every field."""
+        self.is_complete = False
+        """Whether an earlier run of the command has done all that the job that is claimed asks for, in every field."""
 
     def __enter__(self) -> "RunFolder":
         """Raises ValueError where the folder cannot be that of a run."""
@@ -146,9 +146,11 @@ class RunFolder:
         changed then. A stopped run takes the edits that a suspended job takes, and says which."""
         content = _absolute(_as_json(job), platform)
         kept = self._kept_job()
-        if kept is not None:
+        done = self.earlier.get("run_id") == self.run_id
+        done = done and self.earlier.get("steps") == job.spec.algorithm.total_steps
+        self.is_complete = done and kept is not None and _absolute(kept, platform) == content
+        if kept is not None and not self.is_complete:
             self._check_edits(_absolute(kept, platform), content)
-        self.is_same_job = kept is not None and _absolute(kept, platform) == content
         self._before = {name: self._bytes(name) for name in RESTORED}
         self._claimed = True
         self._write(self.path / "rljob.json", json.dumps(content, indent=2))

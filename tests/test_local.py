@@ -350,6 +350,7 @@ async def test_a_complete_run_that_is_run_again_as_it_was_starts_nothing_and_sho
     assert await second.execute() == 0
     shown = capsys.readouterr().out
     assert notes(tmp_path) == before
+    assert "goes on" not in shown
     assert "sums: complete already, nothing was trained; for more steps, raise spec.algorithm.totalSteps" in shown
     for words in ("3 of 3", "duration   1m 30s", "12.50 samples/s", "0.750 (from 0.125)", "miles report"):
         assert words in shown

@@ -141,7 +141,10 @@ def test_at_the_end_no_memory_of_processes_that_are_gone_is_told(progress: Progr
     progress.notice = "the processes end"
     assert "memory" not in progress.line()
     progress.processes[-1].enter("ended")
-    assert progress.headline().startswith("sums  ending for ")
+    progress.processes[0].stop_requested.set()
+    progress.observe(None, {"rollout-0": {"loading": ["rollout-0-vllm"]}}, 0)
+    assert progress.headline() == "sums  ending after 0s"
+    assert progress.component_lines()[0][1].startswith("rollout-0-vllm ending · ")
 
 
 def test_what_is_waited_for_is_said_once() -> None:

@@ -323,7 +323,12 @@ def test_a_run_that_has_trained_nothing_yet_has_a_page(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reason", "label"), [(None, "Starting"), ("none of the first 2 groups has a sample that can be trained", "Failed")]
+    ("reason", "label"),
+    [
+        (None, "Starting"),
+        ("the store is full", "Failed"),
+        ("none of the first 2 groups has a sample that can be trained: reward correct: timed out", "Failed"),
+    ],
 )
 def test_what_a_run_without_a_step_has_dropped_is_counted_with_its_reason(tmp_path, reason, label):
     config = configuration(tmp_path)
@@ -343,6 +348,7 @@ def test_what_a_run_without_a_step_has_dropped_is_counted_with_its_reason(tmp_pa
     assert data["status"]["label"] == label
     assert "correct: timed out" in data["status"]["detail"]
     assert (reason or "") in data["status"]["detail"]
+    assert data["status"]["detail"].count("timed out") == 1
 
 
 def test_a_prefix_in_a_store_is_a_run_too(run_folder):

@@ -329,7 +329,7 @@ function head() {
   const {reward, speed, staleness} = run.summary;
   const tiles = [];
   if (reward) tiles.push(tile({label: "Reward", value: [score(reward.first), score(reward.last)], detail: reward.detail}));
-  tiles.push(tile({label: "Steps", value: `${run.step} of ${run.total_steps ?? "?"}`, detail: `in ${duration(run.duration_s)}, from the start to the last trained step`}));
+  tiles.push(tile({label: "Steps", value: `${run.step} of ${run.total_steps ?? "?"}`, detail: run.duration_s == null ? null : `in ${duration(run.duration_s)}, from the start to the last trained step`}));
   if (speed) tiles.push(tile({label: "Samples trained", value: `${format(speed.samples_per_s)}/s`, detail: speed.detail}));
   if (staleness) tiles.push(tile({label: "Staleness", value: score(staleness.mean), detail: staleness.detail}));
   tiles.push(tile({label: "Dropped", value: run.drops.length ? run.drops.reduce((sum, [, count]) => sum + count, 0) + " groups" : "nothing",

@@ -49,7 +49,8 @@ def status(config: RunConfig, past: History) -> dict[str, str]:
         notes.append(f"The trainer was restarted {times}; a step done again is shown once.")
     if past.quarantined:
         notes.append(f"Damaged shards set aside: {past.quarantined}; their prompts were generated again.")
-    if past.why_invalid:
+    ended = past.stop.reason if past.stop else ""
+    if past.why_invalid and past.why_invalid not in ended:
         notes.append(f"The dropped groups have no sample that could be trained: {past.why_invalid}")
     if past.stop is None:
         done = last_step(past)
