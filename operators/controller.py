@@ -28,7 +28,7 @@ from operators.watch import KINDS, RETRY_S, follow
 ECHO_S = 0.2
 """Changes of children and of status are gathered for so long; a new or edited job is looked at at once."""
 SPACING_S = 1.0
-"""Between two looks at a job that nothing but such changes asks for."""
+"""From the end of a look at a job to the next that nothing but such changes asks for, at least."""
 PASS_LIMIT_S = 60.0
 CHECK_S = 60.0
 """Between two comparisons of what the watch of RLJobs told with what there is."""
@@ -70,11 +70,10 @@ class Controller:
         self.cluster, self.reconcile, self.platform = cluster, reconcile, platform
         self.health, self.telemetry, self.namespaces = health, telemetry, namespaces
         self.workers, self.may_act, self.now = workers, may_act, now
-        self.queue: WorkQueue[JobKey] = WorkQueue(telemetry.waited.observe)
+        self.queue: WorkQueue[JobKey] = WorkQueue(telemetry.waited.observe, SPACING_S)
         self.jobs: dict[JobKey, Known] = {}
         self._doubted: set[JobKey] = set()
         """Jobs of which the watch may not have told all: the next look asks the server."""
-        self._looked: dict[JobKey, float] = {}  # at the jobs there are, last (loop time)
         health.stalled_s = self.queue.stalled_s
         telemetry.depth = self.queue.depth
         telemetry.phases = lambda: [known.phase for known in self.jobs.values()]
@@ -143,9 +142,7 @@ class Controller:
         which the server refuses where the RLJob has changed, is done only while the server holds that very version."""
         observed = await observe(self.cluster, key, told)
         if observed is None:
-            self._looked.pop(key, None)
             return None
-        self._looked[key] = asyncio.get_running_loop().time()
         plan = self.reconcile(observed, self.now(), self.platform)
         if told and plan.acts and not await self.cluster.holds(observed.job):
             return await self._look(key, told=False)
@@ -171,15 +168,11 @@ class Controller:
         )
         self.jobs[key] = known
         is_echo = before is not None and before.generation == known.generation
-        if is_echo:
-            self._echo(key)
-        else:
-            self.queue.add(key)
+        self.queue.add(key, ECHO_S if is_echo else 0.0)
 
     def _echo(self, key: JobKey) -> None:
-        """A child has changed, or the status."""
-        since = asyncio.get_running_loop().time() - self._looked.get(key, -SPACING_S)
-        self.queue.add(key, max(ECHO_S, SPACING_S - since))
+        """A child has changed."""
+        self.queue.add(key, ECHO_S)
 
     async def _follow(self, group: asyncio.TaskGroup, kind: str) -> None:
         """Follow a kind in every namespace; returns once it was listed."""

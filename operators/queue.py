@@ -1,8 +1,10 @@
 """A work queue of keys: each key waits at most once, is worked on by one worker at a time, and comes back with a
 growing delay after a failure. A key that is added while it is worked on is worked on again afterwards.
 
-What is added without a delay is urgent and overtakes what waited for its time: under a flood of echoes a new job still
-gets its children at once. Every FAIR-th key is taken from the others all the same.
+What is added without a delay is urgent and overtakes what waited for its time, which has half of the workers at most:
+under a flood of echoes a new job still gets its children at once. Every FAIR-th key is taken from the others all the
+same. After a visit a key rests from what is not urgent: for `spacing_s`, and for as long as the visit took, so that
+of a busy server less is asked.
 
 Its size is bounded by the number of different keys. Nothing in it outlives the process: who fills it, fills it anew.
 """
@@ -34,36 +36,33 @@ def drawn_apart(delay_s: float, jitter: float) -> float:
 class WorkQueue(Generic[K]):
     """`waited(seconds)` is told how long each key was due before its work began."""
 
-    def __init__(self, waited: Callable[[float], None] = lambda seconds: None) -> None:
-        self.waited = waited
+    def __init__(self, waited: Callable[[float], None] = lambda seconds: None, spacing_s: float = 0.0) -> None:
+        self.waited, self.spacing_s = waited, spacing_s
         self.busy: dict[K, float] = {}
         """What is worked on now, and since when (loop time)."""
         self._urgent: OrderedDict[K, float] = OrderedDict()  # in order, with the time since when
         self._due: OrderedDict[K, float] = OrderedDict()  # the same of what is not urgent
         self._taken = 0
+        self._others: set[K] = set()  # busy, and not urgent
         self._again: dict[K, bool] = {}  # added while busy, and whether urgently
         self._later: dict[K, asyncio.TimerHandle] = {}
         self._failures: dict[K, int] = {}
+        self._resting: dict[K, asyncio.TimerHandle] = {}
         self._finished = 0.0  # loop time
-        self._ready = asyncio.Semaphore(0)
+        self._changed = asyncio.Event()  # there may be something to take
 
     def add(self, key: K, delay_s: float = 0.0) -> None:
         """Have `key` worked on after `delay_s` at the latest; an earlier appointment stands. Only what is wanted at
         once cuts a failure's delay short: echoes of what happens to a broken object must not hammer the server."""
-        now = asyncio.get_running_loop().time()
-        timer = self._later.get(key)
-        if timer is not None:
-            if timer.when() <= now + delay_s or (delay_s > 0 and key in self._failures):
-                return
-            timer.cancel()
-            del self._later[key]
         if delay_s > 0:
-            if key not in self._due and key not in self._urgent:
-                self._later[key] = asyncio.get_running_loop().call_later(delay_s, self._now_due, key)
-        elif key in self.busy:
+            self._appoint(key, delay_s)
+            return
+        self._cancel(self._later, key)
+        if key in self.busy:
             self._again[key] = True
         elif key in self._due:
             self._urgent[key] = self._due.pop(key)
+            self._changed.set()
         elif key not in self._urgent:
             self._queue(key, self._urgent)
 
@@ -71,8 +70,11 @@ class WorkQueue(Generic[K]):
         """Runs until cancelled. `visit` returns the seconds after which it wants the key back at the latest, or None;
         it may raise any Exception."""
         async with asyncio.TaskGroup() as group:
-            for _ in range(workers):
-                group.create_task(self._work(visit))
+            while True:
+                self._changed.clear()
+                while (key := self._take(workers)) is not None:
+                    group.create_task(self._work(visit, key))
+                await self._changed.wait()
 
     def depth(self) -> int:
         """Keys that are due and not yet worked on."""
@@ -85,46 +87,75 @@ class WorkQueue(Generic[K]):
             return 0.0
         return asyncio.get_running_loop().time() - max(min([*waiting, *self.busy.values()]), self._finished)
 
+    def _appoint(self, key: K, delay_s: float) -> None:
+        if key in self._due or key in self._urgent:
+            return
+        when = asyncio.get_running_loop().time() + delay_s
+        if key in self._resting:
+            when = max(when, self._resting[key].when())
+        timer = self._later.get(key)
+        if timer is not None and (timer.when() <= when or key in self._failures):
+            return
+        self._cancel(self._later, key)
+        self._later[key] = asyncio.get_running_loop().call_at(when, self._now_due, key)
+
     def _now_due(self, key: K) -> None:
         del self._later[key]
         if key in self.busy:
             self._again.setdefault(key, False)
+        elif key in self._resting:
+            self._appoint(key, 0.0)
         else:
             self._queue(key, self._due)
 
     def _queue(self, key: K, keys: OrderedDict[K, float]) -> None:
         """Due now, whatever was appointed."""
         assert key not in self._due and key not in self._urgent, f"{key} is due twice"
-        timer = self._later.pop(key, None)
+        self._cancel(self._later, key)
+        keys[key] = asyncio.get_running_loop().time()
+        self._changed.set()
+
+    def _cancel(self, timers: dict[K, asyncio.TimerHandle], key: K) -> None:
+        timer = timers.pop(key, None)
         if timer is not None:
             timer.cancel()
-        keys[key] = asyncio.get_running_loop().time()
-        self._ready.release()
 
-    def _take(self) -> tuple[K, float]:
+    def _take(self, workers: int) -> K | None:
+        """The next key, which is busy now; None: there is none, or no worker for it."""
+        if len(self.busy) >= workers:
+            return None
+        room = self._due and len(self._others) < max(1, workers // 2)
+        if not self._urgent and not room:
+            return None
         self._taken += 1
-        fair = self._taken % FAIR == 0 and self._due
-        keys = self._due if fair or not self._urgent else self._urgent
-        return keys.popitem(last=False)
+        urgent = self._urgent and not (room and self._taken % FAIR == 0)
+        key, since = (self._urgent if urgent else self._due).popitem(last=False)
+        if not urgent:
+            self._others.add(key)
+        self.busy[key] = asyncio.get_running_loop().time()
+        self.waited(self.busy[key] - since)
+        return key
 
-    async def _work(self, visit: Callable[[K], Awaitable[float | None]]) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._ready.acquire()
-            key, since = self._take()
-            self.busy[key] = loop.time()
-            self.waited(loop.time() - since)
-            try:
-                delay_s = await visit(key)
-                self._failures.pop(key, None)
-                delay_s = delay_s and drawn_apart(delay_s, random.random())
-            except Exception:
-                failures = self._failures[key] = self._failures.get(key, 0) + 1
-                delay_s = delay_after(failures, random.random())
-            del self.busy[key]
-            self._finished = loop.time()
-            again = self._again.pop(key, None)
-            if again is not None and key not in self._failures:
-                self._queue(key, self._urgent if again else self._due)
-            elif delay_s is not None:
-                self.add(key, delay_s)
+    async def _work(self, visit: Callable[[K], Awaitable[float | None]], key: K) -> None:
+        try:
+            delay_s = await visit(key)
+            self._failures.pop(key, None)
+            delay_s = delay_s and drawn_apart(delay_s, random.random())
+        except Exception:
+            failures = self._failures[key] = self._failures.get(key, 0) + 1
+            delay_s = delay_after(failures, random.random())
+        self._finished = asyncio.get_running_loop().time()
+        took = self._finished - self.busy.pop(key)
+        self._others.discard(key)
+        self._changed.set()
+        again = self._again.pop(key, None)
+        if delay_s is not None:
+            self.add(key, delay_s)
+        if key in self._failures:
+            return
+        self._cancel(self._resting, key)
+        self._resting[key] = asyncio.get_running_loop().call_later(max(self.spacing_s, took), self._resting.pop, key)
+        if again:
+            self.add(key)
+        elif again is not None:
+            self._appoint(key, 0.0)

@@ -23,7 +23,7 @@ async def working(queue: WorkQueue[str], visit: Visit, workers: int = 4) -> Asyn
 
 
 async def settle() -> None:
-    for _ in range(20):
+    for _ in range(60):
         await asyncio.sleep(0)
 
 
@@ -334,3 +334,45 @@ async def test_the_time_that_a_key_waited_is_told() -> None:
         await settle()
     assert len(waited) == 1
     assert waited[0] >= 0.05
+
+
+@in_virtual_time
+async def test_what_is_not_urgent_has_half_of_the_workers_at_most() -> None:
+    queue, visit = WorkQueue[str](), Recorder(held=True)
+    for number in range(6):
+        queue.add(f"echo-{number}", delay_s=0.1 + number / 100)
+    async with working(queue, visit, workers=4):
+        await asyncio.sleep(1)
+        assert visit.seen == ["echo-0", "echo-1"]
+        for number in range(3):
+            queue.add(f"new-{number}")
+        await settle()
+        assert visit.seen[2:] == ["new-0", "new-1"]
+        visit.gate.set()
+        await asyncio.sleep(1)
+    assert len(visit.seen) == len(set(visit.seen)) == 9
+
+
+@in_virtual_time
+@pytest.mark.parametrize(("lasts", "rest"), [(0.1, 1.0), (3.0, 3.0)])
+async def test_after_a_visit_a_key_rests_as_long_as_that_took_from_all_but_news(lasts: float, rest: float) -> None:
+    queue, ends = WorkQueue[str](spacing_s=1.0), list[float]()
+    begins: list[float] = []
+
+    async def visit(key: str) -> float | None:
+        begins.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(lasts)
+        ends.append(asyncio.get_running_loop().time())
+        return None
+
+    queue.add("a")
+    async with working(queue, visit):
+        await asyncio.sleep(lasts / 2)
+        queue.add("a", 0.01)  # while it is worked on
+        await asyncio.sleep(lasts / 2 - 0.001)
+        queue.add("a", 0.2)  # due when it rests
+        await asyncio.sleep(rest + lasts + 0.1)
+        queue.add("a", 0.2)  # while it rests
+        queue.add("a")  # news
+        await asyncio.sleep(lasts + 0.1)
+    assert [begin - end for begin, end in zip(begins[1:], ends, strict=False)] == pytest.approx([rest, 0.099], abs=2e-3)
