@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
+import pydantic_core
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException
@@ -40,6 +41,9 @@ SILENCE_S = 100.0
 WATCH = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=SILENCE_S)
 WATCH_S = 75
 """The server then ends a watch properly, a sign of life too (events have no bookmarks); it goes on where it was."""
+APPLIES = 32
+"""Children that are applied at once. More would not be done sooner by a busy server, and each would take a connection
+of its own, for whose encryption asyncio keeps 256 KiB."""
 APPLY = "application/apply-patch+yaml"
 JSON = "application/json"
 EVENT_LIMIT_S = 10.0
@@ -123,6 +127,7 @@ class Cluster:
         for any time between two requests of a pass."""
         self.clock = ServerClock()
         self._client = ApiClient(configuration)
+        self._applies = asyncio.Semaphore(APPLIES)
         self._held: dict[JobKey, set[Key]] = {}
         self._refused: dict[JobKey, dict[Key, str]] = {}
         self._rewritten: dict[tuple[JobKey, Key], tuple[Any, Any]] = {}
@@ -200,7 +205,7 @@ class Cluster:
                 if response.status >= 400:
                     raise _refusal(response.status, await response.read())
                 async for line in response.content:
-                    told = json.loads(line)
+                    told = pydantic_core.from_json(line)  # in half the time of json
                     if told["type"] == "ERROR":
                         raise _error(told["object"])
                     yield told["type"], told["object"]
@@ -377,7 +382,8 @@ class Cluster:
         path = KINDS[desired["kind"]].path(metadata["namespace"], metadata["name"])
         query = {"fieldManager": MANAGER, "force": "true"}
         body = {**desired, "metadata": {**metadata, **only_if}}
-        return await self._request("apply", "PATCH", path, query, body, APPLY)
+        async with self._applies:
+            return await self._request("apply", "PATCH", path, query, body, APPLY)
 
     async def _delete(self, kind: str, namespace: str, name: str, only_if: Mapping[str, str]) -> None:
         body = {"propagationPolicy": "Background", "preconditions": only_if}
@@ -406,7 +412,7 @@ class Cluster:
         self.counted(verb, response.status)
         if response.status >= 400:
             raise _refusal(response.status, data)
-        return json.loads(data)
+        return pydantic_core.from_json(data)
 
     async def _send(
         self,

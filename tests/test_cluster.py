@@ -12,7 +12,7 @@ from kubernetes.aio.client import Configuration
 from operators import drift
 from operators.act import Refused
 from operators.cache import Cache, JobKey
-from operators.cluster import EVENT_LIMIT_S, ApiError, Cluster
+from operators.cluster import APPLIES, EVENT_LIMIT_S, ApiError, Cluster
 from operators.observed import Event, Key
 from operators.statusport import StatusPort
 from tests.virtual import in_virtual_time
@@ -136,6 +136,23 @@ async def test_what_becomes_as_it_was_applied_is_applied_whenever_that_is_asked_
         for _ in range(3):
             await server.apply(wanted())
         assert server.writes == 3
+
+
+async def test_children_of_many_jobs_are_applied_a_few_at_a_time() -> None:
+    class Slow(Server):
+        now = most = 0
+
+        async def _request(self, *values: Any, **options: Any) -> Any:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            await asyncio.sleep(0)
+            self.now -= 1
+            return await super()._request(*values, **options)
+
+    server = Slow()
+    await asyncio.gather(*(server.apply(wanted(f"miles:{number}")) for number in range(3 * APPLIES)))
+    await server.close()
+    assert (server.most, server.writes) == (APPLIES, 3 * APPLIES)
 
 
 @pytest.mark.parametrize("status", [400, 403, 413, 422])
