@@ -178,7 +178,7 @@ def test_a_thousand_jobs_fit_into_a_fraction_of_the_memory_of_their_objects() ->
         found = child(f"c-{number}", job=f"u-{number}")
         found["data"] = {"run.json": "x" * 4000}
         cache.put("ConfigMap", found)
-    size = sum(sys.getsizeof(entry.text) for held in cache._objects.values() for entry in held.values())
+    size = sum(sys.getsizeof(entry.data) for held in cache._objects.values() for entry in held.values())
     assert size < 5_000_000
 
 

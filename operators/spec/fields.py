@@ -35,7 +35,7 @@ class Model(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+        if not isinstance(data, dict) or None not in data.values():
             return data
         known = {field.alias for field in cls.model_fields.values()}
         return {key: value for key, value in data.items() if value is not None or key not in known}
