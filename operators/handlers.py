@@ -21,6 +21,21 @@ PAGE = 100  # objects
 IDENTITY: Any = "miles"
 """Of no use without peering; kopf would look up the name of the user, whom an image need not know."""
 
+
+class Nothing(kopf.DiffBaseStorage):
+    """What kopf compares objects with, for handlers of changes: there are none, and to copy each object costs more than
+    all else that kopf does."""
+
+    def build(self, **_: Any) -> Any:
+        return {}
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        pass
+
+
 Heard = Callable[[str | None, Object], None]
 """(ADDED, MODIFIED, DELETED, or None where a list told; the RLJob)."""
 
@@ -44,6 +59,7 @@ async def watch_jobs(
     settings.watching.inactivity_timeout = SILENCE_S
     settings.watching.chunk_size = PAGE
     settings.queueing.idle_timeout = 0.5
+    settings.persistence.diffbase_storage = Nothing()
     registry = kopf.OperatorRegistry()
 
     async def login(**_: Any) -> kopf.ConnectionInfo:
