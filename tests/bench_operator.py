@@ -122,7 +122,8 @@ def creation(plane: ControlPlane, operator: Replica, folder: pathlib.Path, jobs:
 
 
 def edits(plane: ControlPlane, count: int) -> Iterator[Row]:
-    """From an edit of a job, two a second, to its status."""
+    """From an edit of a job, two a second, to its status, once the work of creation is done."""
+    settle_writes(plane)
     mark = plane.mark()
     for number in range(count):
         plane.api.patch("RLJob", f"job-{number:04}", NAMESPACE, {"spec": {"rollout": {"replicas": 2}}})
