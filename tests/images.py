@@ -1,7 +1,7 @@
 """Builds the images of images/ on this machine with buildah, which needs no daemon, and loads them into a node.
 
 They start from python:3.11-slim where a registry answers; else from a Debian with its Python, made by mmdebstrap. What
-was built once is kept in the cache, and a node keeps what was loaded: without changes a second time takes seconds.
+was built last is kept in the cache, and a node keeps what was loaded: without changes a second time takes seconds.
 `python -m tests.images` builds only.
 """
 
@@ -36,7 +36,15 @@ def build() -> dict[str, str]:
     """Name → id of each image, built from the working tree: about six minutes the first time, most of it the 5 GB of
     the data plane's packages."""
     base = _base()
-    return {f"{name}:{VERSION}": _build(f"{name}:{VERSION}", file, base) for name, file in FILES.items()}
+    built = {f"{name}:{VERSION}": _build(f"{name}:{VERSION}", file, base) for name, file in FILES.items()}
+    _forget_earlier()
+    return built
+
+
+def _forget_earlier() -> None:
+    """What no present image is made of: each change would add its gigabytes for ever."""
+    _buildah("rm", "--all")  # of a build that was killed
+    _buildah("rmi", "--prune")
 
 
 def load(node: Node, images: dict[str, str]) -> None:
