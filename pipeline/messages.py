@@ -50,12 +50,18 @@ def shard_place(key: str) -> tuple[str, int]:
 
 def is_shard(key: str) -> bool:
     """Whether it is spelled as `shard_key` does: what else lies in the folder is none of the run's."""
-    return re.fullmatch(rf"{SHARDS_FOLDER}/[^/]+/\d{{20}}\.parquet", key) is not None
+    return re.fullmatch(rf"{SHARDS_FOLDER}/[0-9A-Za-z_-]+/\d{{20}}\.parquet", key) is not None
 
 
 def evaluation_key(step: int) -> str:
     """The result; the worker creates it last, after the samples beside it (.parquet)."""
     return f"evaluations/v1/s{step:020d}.json"
+
+
+def encoded(content: dict[str, Any]) -> bytes:
+    """JSON in UTF-8: a lone surrogate, as it may come with the message of somebody's error, becomes a question mark,
+    since readers take what holds one for damaged."""
+    return json.dumps(content, ensure_ascii=False).encode(errors="replace")
 
 
 def _leases(pairs: Any) -> dict[int, int]:
@@ -117,7 +123,7 @@ class ControlState:
     def encode(self) -> bytes:
         content = dataclasses.asdict(dataclasses.replace(self, writers={}))
         content["writers"] = {ulid: entry.to_json() for ulid, entry in self.writers.items()}
-        return json.dumps(content).encode()
+        return encoded(content)
 
     @classmethod
     def decode(cls, data: bytes) -> "ControlState":
@@ -148,7 +154,7 @@ class Heartbeat:
     """Seconds since the epoch, by the worker's clock; for people, the protocol uses the store's."""
 
     def encode(self) -> bytes:
-        return json.dumps(dataclasses.asdict(self)).encode()
+        return encoded(dataclasses.asdict(self))
 
     @classmethod
     def decode(cls, data: bytes) -> "Heartbeat":

@@ -125,7 +125,10 @@ class Roster:
         async with gate:
             try:
                 found = await self.storage.get(info.key)
-                return Heartbeat.decode(found.data) if found else None
+                heartbeat = Heartbeat.decode(found.data) if found else None
+                if heartbeat and heartbeat.ulid != _ulid(info):
+                    raise ValueError(f"it is that of writer {heartbeat.ulid!r}")
+                return heartbeat
             except (Corrupted, ValueError) as error:
                 log.warning("%s is damaged, and passed over until its worker writes it again (%s)", info.key, error)
                 return None

@@ -24,5 +24,5 @@ class Version(NamedTuple):
     def of_key(cls, key: str) -> "Version | None":
         """The version in whose folder (weights/<version>/…, checkpoints/<version>/…) the object lies; None for a key
         that is none of the run's."""
-        match = re.fullmatch(r"\w+/(t\d{6}-s\d{20})(/[^/.][^/]*)+", key)
+        match = re.fullmatch(r"\w+/(t\d{6}-s\d{20})(/[A-Za-z0-9_][A-Za-z0-9._=-]*)+", key)
         return cls.parse(match[1]) if match else None

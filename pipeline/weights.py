@@ -323,12 +323,12 @@ async def collect(storage: Storage, newest: Version, keep: set[Version]) -> list
 
     `newest` is the collecting trainer's own, so nothing of a successor, whose term is higher, is ever touched.
     """
-    files = await storage.list(FOLDER)
-    there = {version for info in files if (version := Version.of_key(info.key)) is not None}
-    deleted = collectable(there, newest, keep)
+    files: dict[Version, list[str]] = {}
+    for info in await storage.list(FOLDER):
+        if (version := Version.of_key(info.key)) is not None:
+            files.setdefault(version, []).append(info.key)
+    deleted = collectable(files, newest, keep)
     for version in deleted:
-        await storage.delete(key(version, MANIFEST))
-        for info in files:
-            if info.key.startswith(key(version, "")):
-                await storage.delete(info.key)
+        for name in [key(version, MANIFEST), *files[version]]:
+            await storage.delete(name)
     return deleted

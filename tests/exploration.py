@@ -213,7 +213,7 @@ class State:
         assert told is not None
         entry = told.writers.get(worker.ulid)
         if entry and entry.final is not None:
-            worker, entry = Worker(worker.ulid + "'"), None
+            worker, entry = Worker(worker.ulid + "-"), None
         version = max(worker.version, told.version.step) if told.version else worker.version
         wanted = {index for index, minimum in entry.leases.items() if minimum <= version} if entry else set()
         committed = {

@@ -31,6 +31,13 @@ def test_a_heartbeat_survives_its_encoding():
     assert Heartbeat.decode(heartbeat.encode()) == heartbeat
 
 
+@pytest.mark.parametrize("text", ["ok\ud83d", "\udc80", "über"])
+def test_whatever_text_comes_with_an_error_is_read_by_the_other_side(text):
+    said = Heartbeat.decode(Heartbeat("A", "rollout-0", failures={3: text}).encode()).failures[3]
+    told = ControlState.decode(ControlState(1, 0, None, {}, stop=text).encode()).stop
+    assert said == told == text.encode(errors="replace").decode()
+
+
 def test_keys_of_one_folder_sort_like_their_numbers():
     assert sorted([shard_key("A", 10), shard_key("A", 9)]) == [shard_key("A", 9), shard_key("A", 10)]
     assert sorted([evaluation_key(10), evaluation_key(9)]) == [evaluation_key(9), evaluation_key(10)]

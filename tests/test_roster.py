@@ -102,6 +102,14 @@ async def test_an_unreadable_heartbeat_is_passed_over_until_it_is_readable(store
     assert list(roster.writers) == ["A"]
 
 
+@pytest.mark.parametrize("named", ["../x", "B", "a/b", ""])
+async def test_a_heartbeat_that_names_another_writer_than_its_key_is_none(store: MemoryStorage, roster: Roster, named):
+    """Else keys made of it would end the trainer, and control/state.json would name it to each successor."""
+    await store.put(writer_key("A"), Heartbeat(named, "rollout-0").encode())
+    assert await roster.refresh() == []
+    assert roster.writers == {}
+
+
 async def test_what_writers_long_gone_have_left_is_deleted_and_the_others_stay(
     store: MemoryStorage, roster: Roster, clock
 ):
