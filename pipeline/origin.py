@@ -38,7 +38,7 @@ def store(config: RunConfig) -> Storage:
     prefix, _ = parse(uri)
     if not exists(prefix):
         raise ValueError(f"{FIELD}: {uri}: there is no such folder; {REMEDY}")
-    return open_storage(prefix, config.store.endpoint, config.store.region)
+    return open_storage(prefix, config.store.endpoint, config.store.region, read_only=True)
 
 
 async def candidates(config: RunConfig, storage: Storage) -> list[Checkpoint]:

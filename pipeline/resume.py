@@ -55,7 +55,7 @@ class State:
             writers={ulid: WriterEntry.from_json(entry) for ulid, entry in content["writers"].items()},
             cursors={ulid: entry["cursor"] for ulid, entry in content["writers"].items()},
             evaluations={step: Version(*version) for step, version in content["evaluations"]},
-            time=content["time"],
+            time=float(content["time"]),
         )
 
 

@@ -20,6 +20,9 @@ import json
 from collections.abc import Iterable
 from typing import Literal, get_args
 
+import pydantic
+
+from pipeline.messages import encoded
 from pipeline.storage import Conflict, Storage
 
 DropReason = Literal["stale", "no-spread", "failed", "orphaned", "invalid", "damaged", "filtered"]
@@ -113,7 +116,9 @@ class Stop:
 Record = Takeover | Plan | Withdraw | Collect | Stop
 
 
-KINDS: dict[str, type[Record]] = {kind.__name__.lower(): kind for kind in get_args(Record)}
+KINDS: dict[str, pydantic.TypeAdapter[Record]] = {
+    kind.__name__.lower(): pydantic.TypeAdapter(kind) for kind in get_args(Record)
+}
 
 
 class TrainerLog:
@@ -209,22 +214,19 @@ def ended(log: Iterable[Record]) -> Stop | None:
 def encode(record: Record) -> bytes:
     content = dataclasses.asdict(record)
     content.pop("replayed", None)
-    return json.dumps({"type": type(record).__name__.lower(), **content}).encode()
+    return encoded({"type": type(record).__name__.lower(), **content})
 
 
 def decode(data: bytes) -> Record:
     """Raises ValueError for anything that is not a record."""
     try:
-        content = json.loads(data)
-        kind = content.pop("type")
-        if kind == "plan":
-            content["groups"] = tuple(GroupRef(**group) for group in content["groups"])
-        if kind in ("plan", "withdraw"):
-            content["drops"] = tuple(Drop(**drop) for drop in content["drops"])
-            content["quarantined"] = tuple(Quarantine(**shard) for shard in content["quarantined"])
-        return KINDS[kind](**content)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not a record of the trainer's log: {data[:200]!r} ({error})") from None
+        return KINDS[json.loads(data)["type"]].validate_json(data, strict=True)
+    except pydantic.ValidationError as error:
+        fault = error.errors()[0]
+        reason = ".".join(map(str, fault["loc"])) + ": " + fault["msg"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = str(error)
+    raise ValueError(f"not a record of the trainer's log: {data[:200]!r} ({reason})")
 
 
 def _key(position: int) -> str:

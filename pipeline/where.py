@@ -294,7 +294,7 @@ class _Parser:
 
 
 def _number(token: Token) -> int | float:
-    if re.fullmatch(r"-?\d+", token.text) and -(2**63) <= int(token.text) < 2**63:
+    if re.fullmatch(r"-?\d+", token.text) and abs(int(token.text)) <= 2**53:  # a column of floats has no others
         return int(token.text)
     return float(token.text)
 

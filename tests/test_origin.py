@@ -88,6 +88,12 @@ def test_a_uri_names_a_run_or_one_of_its_checkpoints(uri, prefix, version):
     assert origin.parse(uri) == (prefix, version)
 
 
+def test_the_other_runs_folder_is_opened_for_reading_alone(tmp_path, tiny):
+    config = second(tmp_path, tiny, tmp_path.as_uri())
+    origin.store(config)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("below", ["", "/checkpoints", f"/checkpoints/{Version(1, 4)}"])
 def test_step_0_has_the_weights_and_the_optimizer_of_the_other_run_which_is_only_read(tmp_path, tiny, first, below):
     there, tensors = first

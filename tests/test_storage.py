@@ -684,6 +684,30 @@ async def test_a_refusal_by_the_server_is_one_line_at_once(clock, answer, messag
     assert server.requests == 1
 
 
+def _listing(*keys: str) -> bytes:
+    entry = "<LastModified>2026-01-01T00:00:00Z</LastModified><ETag>e</ETag><Size>0</Size>"
+    found = "".join(f"<Contents><Key>{key}</Key>{entry}</Contents>" for key in keys)
+    content = f"<ListBucketResult><Name>bucket</Name><IsTruncated>false</IsTruncated>{found}</ListBucketResult>"
+    return _http("200 OK", content.encode())
+
+
+@pytest.mark.usefixtures("credentials")
+async def test_a_folder_that_somebody_made_in_a_console_is_no_object(clock):
+    async with Answers(_listing("run/", "run/shard")) as server:
+        storage = open_storage("s3://bucket/run", server.endpoint, clock=clock)
+        assert [info.key for info in await storage.list("")] == ["shard"]
+
+
+@pytest.mark.parametrize("key", ["run/writers//x.json", "run/writers/../x.json"])
+@pytest.mark.usefixtures("credentials")
+async def test_an_object_that_keeps_others_from_being_listed_is_named_at_once(clock, key):
+    async with Answers(_listing(key)) as server:
+        storage = open_storage("s3://bucket/run", server.endpoint, clock=clock)
+        with pytest.raises(StorageError, match=f"{re.escape(key)}.*: delete that object"):
+            await storage.list("writers")
+    assert server.requests == 1
+
+
 @pytest.mark.usefixtures("credentials")
 async def test_an_upload_that_the_server_does_not_know_any_more_is_begun_again(clock, tmp_path, monkeypatch):
     """The answer to its completion was lost, and the server has forgotten it when it is asked again."""

@@ -22,7 +22,7 @@ from pipeline.experience import Rollout, RolloutGroup
 from pipeline.messages import evaluation_key, shard_key
 from pipeline.report import history
 from pipeline.resume import State
-from pipeline.storage import MemoryBucket, MemoryStorage, ObjectInfo, Storage, open_storage
+from pipeline.storage import MemoryBucket, MemoryStorage, Object, ObjectInfo, Storage, open_storage
 from pipeline.store import __main__ as command
 from pipeline.store import garbage, speed
 from pipeline.store.garbage import Facts
@@ -259,6 +259,33 @@ def test_a_condition_that_chooses_nothing_says_so(run, tmp_path, capsys):
     assert "0 of 8" in capsys.readouterr().out
 
 
+def test_stats_pass_over_a_shard_whose_bytes_have_changed(run, tmp_path, capsys):
+    shard = min(tmp_path.glob("store/default/sums/r1/rollouts/v1/*/*.parquet"))
+    with open(shard, "r+b") as file:
+        file.write(b"X")
+    assert command.main(["stats", run]) == 0
+    assert re.search(r"samples +6\n", capsys.readouterr().out)
+
+
+STATE = State().to_json()
+HOSTILE = [
+    {"version": ["a", 1]},
+    {"version": [9, 9]},
+    {"state": {"coordinator": STATE | {"writers": []}}},
+    {"state": {"coordinator": STATE | {"writers": {"A": {"instance": "i", "leases": 5}}}}},
+    {"state": {"coordinator": STATE | {"time": "x"}}},
+    {"state": []},
+]
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_a_manifest_that_says_what_cannot_be_is_no_checkpoint_for_gc(run, fault):
+    content = {"version": [1, 1], "state": {"coordinator": STATE}} | fault
+    manifest = json.dumps(content).encode()
+    asyncio.run(open_storage(run).put(f"checkpoints/{Version(1, 1)}/MANIFEST.json", manifest))
+    assert command.main(["gc", "--dry-run", "--retention", "window", run]) == 0
+
+
 def test_export_leaves_out_what_is_damaged_and_says_so(run, tmp_path, capsys):
     damaged = next(key for key in sorted(keys(run)) if key.startswith("rollouts/"))
     tmp_path.joinpath("store/default/sums/r1", damaged).write_bytes(b"rot")
@@ -313,7 +340,8 @@ def test_a_users_mistake_is_one_line(run, arguments, message, capsys):
 FOREIGN = ["weights/notes", "checkpoints/notes", "checkpoints/old/x", "rollouts/v1/foo.parquet", "rollouts/v1/A/foo"]
 FOREIGN += ["writers/.DS_Store", "writers/notes", "evaluations/v1/.x.parquet", "evaluations/v1/mine.parquet"]
 FOREIGN += [f"weights/{Version(1, 0)}/.DS_Store", f"checkpoints/{Version(1, 0)}/.DS_Store"]
-FOREIGN += ["probe/notes", "probe/.DS_Store"]
+FOREIGN += ["probe/notes", "probe/.DS_Store", f"rollouts/v1/A copy/{0:020d}.parquet"]
+FOREIGN += [f"{folder}/{Version(1, 0)}/{name}" for folder in ("weights", "checkpoints") for name in ("a b", "notes~")]
 
 
 @pytest.mark.parametrize("key", FOREIGN)
@@ -333,6 +361,12 @@ async def test_a_foreign_file_stops_no_collection_of_weights(clock):
     await storage.create("weights/notes", b"mine")
     assert await weights.collect(storage, Version(1, 1), {Version(1, 1)}) == []
     assert await weights.published(storage) == set()
+    await storage.create(weights.key(Version(1, 0), "MANIFEST.json"), b"{}")
+    for name in (".DS_Store", "a b"):
+        key = weights.key(Version(1, 0), name)
+        storage.memory.objects[key] = Object(ObjectInfo(key, 4, "e", clock.time), b"mine", {})
+    assert await weights.collect(storage, Version(1, 1), set()) == [Version(1, 0)]
+    assert len(storage.memory.objects) == 3
 
 
 def test_a_copy_of_a_run_is_tidied_where_it_lies_and_the_original_is_left_alone(run, tmp_path, capsys):

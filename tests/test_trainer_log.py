@@ -50,11 +50,22 @@ def test_that_a_plan_is_replayed_is_not_part_of_the_record():
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"[]", b"{}", b'{"type": "party"}', b'{"type": "stop", "term": 1}', b'"plan"', b"[" * 100_000],
+    [
+        *(b"", b"[]", b"{}", b'{"type": "party"}', b'{"type": []}', b'{"type": "stop", "term": 1}', b'"plan"'),
+        *(
+            b"[" * 100_000,
+            b'{"type": "takeover", "term": "1"}',
+            b'{"type": "stop", "term": 1, "reason": [], "step": 2}',
+        ),
+        encode(plan(1, 1)).replace(b'"key": "', b'"key": 5, "more": "'),
+        encode(plan(1, 1)).replace(b'"start": 0', b'"start": 0.5'),
+        encode(Withdraw(1, 1, (Drop(3, "damaged"),), ())).replace(b'"damaged"', b"{}"),
+        encode(Withdraw(1, 1, (Drop(3, "damaged"),), ())).replace(b": 3", b": []"),
+    ],
     ids=lambda data: data[:8].decode(),
 )
 def test_what_is_no_record_is_refused_with_its_text(data: bytes):
-    with pytest.raises(ValueError):  # noqa: PT011 (json's own error is one, too)
+    with pytest.raises(ValueError, match="not a record of the trainer's log"):
         decode(data)
 
 

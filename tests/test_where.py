@@ -54,6 +54,7 @@ def table():
         ("1 = 1", [0, 1, 2, 3, 4, 5]),
         ("index < 99999999999999999999999999", [0, 1, 2, 3, 4, 5]),
         ("reward > -1e-3", [0, 1, 2, 4, 5]),
+        ("reward < 9223372036854775807 and reward > -1e-3", [0, 1, 2, 4, 5]),
     ],
 )
 def test_a_condition_chooses_the_rows_that_sql_would(table, text, rows):

@@ -164,7 +164,7 @@ class S3Bucket:
 
     async def list(self, folder: str) -> list[ObjectInfo]:
         found = await self._call(folder, obstore.list(self._store, prefix=folder or None).collect_async())
-        return [_info(meta["path"], meta) for meta in found]
+        return [_info(meta["path"], meta) for meta in found if meta["path"]]  # consoles put one there for the folder
 
     async def delete(self, key: str) -> None:
         await self._missing(key, obstore.delete_async(self._store, key))
@@ -207,6 +207,10 @@ class S3Bucket:
                 raise StorageError(
                     f"{self.name}: the certificate of its endpoint is refused ({fault[1]}); if an authority of your own"
                     " has signed it, name the file with its certificate in SSL_CERT_FILE"
+                ) from None
+            if "invalid path" in text:
+                raise StorageError(
+                    f"{self.name} holds an object that keeps it from being listed ({_reason(text)}): delete that object"
                 ) from None
             kind = Transient if _passing(text) else StorageError
             if OWN_ROLE in text:

@@ -177,8 +177,9 @@ async def _complete(storage: Storage, objects: list[ObjectInfo]) -> dict[Version
         if info.key.startswith(f"{CHECKPOINTS}/") and info.key.endswith(f"/{MANIFEST}"):
             content = await _json(storage, info.key)
             try:
-                found[Version(*content["version"])] = State.from_json(content["state"]["coordinator"])
-            except (KeyError, TypeError):
+                if content["version"] == list(Version.of_key(info.key) or ()):
+                    found[Version(*content["version"])] = State.from_json(content["state"]["coordinator"])
+            except (KeyError, TypeError, ValueError, AttributeError):
                 continue  # damaged: no checkpoint
     return found
 

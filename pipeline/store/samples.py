@@ -102,20 +102,19 @@ async def statistics(storage: Storage, config: RunConfig, condition: Condition |
         ("damaged shards", f"{past.quarantined}"),
         ("shards", f"{len(shards):,}, {size / 1e6:,.1f} MB"),
     ]
-    return [*rows, *await _figures(storage, [shard.key for shard in shards], condition)]
+    return [*rows, *await _figures(storage, shards, condition)]
 
 
-async def _figures(storage: Storage, keys: list[str], condition: Condition | None) -> list[tuple[str, str]]:
-    chosen = history.thin(sorted(keys), MOST_SHARDS)
+async def _figures(storage: Storage, shards: list[ObjectInfo], condition: Condition | None) -> list[tuple[str, str]]:
+    chosen = history.thin(sorted((shard.key, shard.size) for shard in shards), MOST_SHARDS)
     sums, rewards = collections.Counter[str](), []
-    for key in chosen:
-        found = await storage.get(key)
-        table = _decoded(found.data) if found else None
-        if found is None or table is None or isinstance(table, str):
+    for key, size in chosen:
+        table = await _read(storage, key)
+        if isinstance(table, str):
             continue
         sums["read"] += table.num_rows
         sums["stored"] += sum(len(experience.ragged(table, name).values) for name in ("completion_ids", "prompt_ids"))
-        sums["bytes"] += len(found.data)
+        sums["bytes"] += size
         table = selection.rows(table, condition).combine_chunks()
         rewards.append(table["reward"].to_numpy())
         sums["samples"] += table.num_rows
@@ -129,7 +128,7 @@ async def _figures(storage: Storage, keys: list[str], condition: Condition | Non
     scored = np.concatenate(rewards)
     scored = scored[np.isfinite(scored)]
     return [
-        ("samples", f"{count:,}{of_all}" + (f" in {len(chosen)} of the shards" if len(chosen) < len(keys) else "")),
+        ("samples", f"{count:,}{of_all}" + (f" in {len(chosen)} of the shards" if len(chosen) < len(shards) else "")),
         ("completion tokens", f"{sums['tokens']:,}, {sums['tokens'] / count:.1f} a sample"),
         ("bytes a token", f"{sums['bytes'] / max(1, sums['stored']):.2f}, prompts counted"),
         ("reward", f"{scored.mean():.4f} mean" if len(scored) else "none"),
