@@ -181,7 +181,7 @@ class Coordinator:
         state = State.from_json(oldest)
         await self.log.append(Collect(self.term, below=state.position))
         shards = await self.storage.list(SHARDS_FOLDER)
-        keys = resume.expired(shards, state, grace_s=self.config.rollout.lease_timeout_s)
+        keys = resume.expired(shards, state, grace_s=self.config.rollout.lease_timeout_s + self.roster.set_back)
         for key in keys:
             await self.storage.delete(key)
         return len(keys)

@@ -860,6 +860,19 @@ async def test_what_is_collected_during_a_replay_spares_the_plans_still_to_be_re
         assert not trainer.state()["writers"]
 
 
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+async def test_what_was_written_after_the_stores_clock_was_set_back_is_not_taken_for_old(scene: Scene, jump: float):
+    trainer = await scene.trainer()
+    state = trainer.state()
+    scene.store_clock.time += jump
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    key = await writer.commit([group(0), group(1)])
+    await scene.tick(trainer)
+    assert await trainer.collect(state) == 0
+    assert key in scene.bucket.objects
+
+
 async def test_acknowledged_shards_that_have_vanished_do_not_block_a_restart(scene: Scene):
     old = await scene.trainer()
     writer = await scene.writer("rollout-0")
