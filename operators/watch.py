@@ -41,7 +41,7 @@ async def follow(
         except (ApiError, ValueError) as error:
             if not isinstance(error, ApiError) or error.status != 410:
                 logger.warning(f"watch of {source} is begun anew: {error}")
-                await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(RETRY_S)
 
 
 async def _list(cluster: Cluster, kind: str, namespace: str, changed: Callable[[JobKey], None]) -> str:

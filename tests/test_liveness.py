@@ -48,8 +48,8 @@ class Server:
                     yield await self.events.get()
                     continue
             yield "BOOKMARK", {"metadata": {"resourceVersion": "200"}}
-        if self.manner == "expired":
-            self.manner = "bookmarks"
+        if self.manner in ("expired", "forgetful"):
+            self.manner = "bookmarks" if self.manner == "expired" else self.manner
             raise ApiError(410, "Expired", "too old")
         await asyncio.sleep(100)  # dead; then the client gives up
         raise ApiError(0, "", "Timeout on reading data from socket")
@@ -143,6 +143,15 @@ async def test_what_vanished_while_the_server_had_forgotten_is_noticed_by_the_ne
         assert server.cache.of("u", ["ConfigMap"], "team") == []
         assert changed[-1] == JobKey("team", "sums")
         assert server.lists == 2
+
+
+@in_virtual_time
+async def test_a_server_that_has_forgotten_every_version_is_not_asked_without_a_pause() -> None:
+    server, health = Server(), loop_health()
+    server.manner = "forgetful"
+    async with following(server, health):
+        await asyncio.sleep(20)
+        assert 2 < server.lists < 20
 
 
 @in_virtual_time
