@@ -15,7 +15,7 @@ import logging
 
 import pyarrow as pa
 
-from pipeline import experience, selection, trainer_log, where
+from pipeline import codec, selection, trainer_log, where
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.batching import Replayed
 from pipeline.clock import Clock
@@ -159,7 +159,7 @@ class Shelf:
                 return f"{key} is gone"
             if found.info.sha256 != sha256:
                 return f"{key}: its sha256 is not that of the log; it was changed after it was trained"
-            return experience.decode(found.data, self.vocabulary, self.group_size)
+            return codec.decode(found.data, self.vocabulary, self.group_size)
         except Corrupted as error:
             return str(error)
         except Damaged as error:

@@ -23,7 +23,7 @@ import heapq
 import numpy as np
 import pyarrow as pa
 
-from pipeline import experience, selection
+from pipeline import codec, experience, selection
 from pipeline.experience import Damaged, Ragged
 from pipeline.storage import Corrupted, Storage
 from pipeline.trainer_log import Plan
@@ -119,7 +119,7 @@ async def _read(storage: Storage, key: str, digest: str) -> pa.Table | str:
             return f"{key}: planned, but not in the store"
         if hashlib.sha256(found.data).hexdigest() != digest:
             return f"{key}: its sha256 is not the planned one; the shard was changed after it was written"
-        return experience.decode(found.data)
+        return codec.decode(found.data)
     except (Corrupted, Damaged) as error:
         return str(error)
 

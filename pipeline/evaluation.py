@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from pipeline import experience
+from pipeline import codec
 from pipeline.config import PromptSetConfig, RunConfig, SamplingConfig
 from pipeline.experience import RolloutGroup
 from pipeline.inference import Sampling
@@ -118,7 +118,7 @@ async def publish(
         },
     }  # fmt: skip
     key = evaluation_key(step)
-    samples = experience.encode([group for of_set in groups for group in of_set])
+    samples = codec.encode([group for of_set in groups for group in of_set])
     with contextlib.suppress(Conflict):
         await storage.create(key.removesuffix(".json") + ".parquet", samples)
     with contextlib.suppress(Conflict):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pyarrow as pa
 
-from pipeline import experience
+from pipeline import codec
 from pipeline.experience import Damaged
 from pipeline.leases import Delivered, Ledger
 from pipeline.messages import shard_key
@@ -58,7 +58,7 @@ class Intake:
     def _deliver(self, known: Known, shard: Object, ledger: Ledger) -> None:
         key = shard.info.key
         try:
-            table = experience.decode(shard.data, self.vocabulary, self.group_size)
+            table = codec.decode(shard.data, self.vocabulary, self.group_size)
         except Damaged as error:
             self.refused += not self.is_logged(key)
             self._quarantine(known, key, shard, str(error), ledger)

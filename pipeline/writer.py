@@ -14,7 +14,7 @@ import json
 import logging
 import random
 
-from pipeline import experience
+from pipeline import codec
 from pipeline.clock import Clock, ulid
 from pipeline.experience import RolloutGroup
 from pipeline.messages import (
@@ -112,7 +112,7 @@ class Writer:
 
     async def commit(self, groups: list[RolloutGroup]) -> str:
         """Write whole groups as one shard; returns its key. Raises StorageError: the same groups may be given again."""
-        data = experience.encode(groups)
+        data = codec.encode(groups)
         metadata = {
             "rows": str(sum(len(group.rollouts) for group in groups)),
             "schema": "1",

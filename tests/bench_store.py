@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import experience, parquet
+from pipeline import codec, parquet
 from pipeline.coordinator import Coordinator
 from pipeline.experience import SCHEMA
 from pipeline.leases import Delivered, Lease
@@ -66,18 +66,18 @@ def compare(*calls: Callable[[], Any], rounds: int = 10) -> list[float]:
     return [min(taken) for taken in times]
 
 
-def codec() -> None:
+def shards() -> None:
     for number, wanted in ((8, "6.2"), (125, "5.6")):
         groups = english(groups=number)
-        data = experience.encode(groups)
+        data = codec.encode(groups)
         tokens = sum(len(sample.completion_ids) for group in groups for sample in group.rollouts)
         row(f"bytes a token, text and all, {8 * number} rows", f"{len(data) / tokens:.2f}", f"at most {wanted}")
-    columns = {field.name: experience.decode(data)[field.name].to_pylist() for field in SCHEMA}
+    columns = {field.name: codec.decode(data)[field.name].to_pylist() for field in SCHEMA}
 
     settings: dict[str, Any] = {
-        "use_dictionary": experience.DICTIONARY,
-        "column_encoding": experience.ENCODING,
-        "row_group_size": experience.ROWS_PER_ROW_GROUP,
+        "use_dictionary": codec.DICTIONARY,
+        "column_encoding": codec.ENCODING,
+        "row_group_size": codec.ROWS_PER_ROW_GROUP,
         "compression": "zstd",
         "compression_level": 3,
     }
@@ -90,10 +90,10 @@ def codec() -> None:
         source = pa.BufferReader(data)
         pq.read_table(source, use_threads=False, page_checksum_verification=checksums).combine_chunks()
 
-    encoded, written, unsealed = compare(lambda: experience.encode(groups), lambda: write(True), lambda: write(False))
-    read, parsed, unchecked = compare(lambda: experience.read(data), lambda: parse(True), lambda: parse(False))
-    bounds = best(lambda: parquet.reckon(data, SCHEMA.names, experience.MOST_ROWS, experience.MOST_BYTES), rounds=10)
-    decoded = best(lambda: experience.decode(data))
+    encoded, written, unsealed = compare(lambda: codec.encode(groups), lambda: write(True), lambda: write(False))
+    read, parsed, unchecked = compare(lambda: codec.read(data), lambda: parse(True), lambda: parse(False))
+    bounds = best(lambda: parquet.reckon(data, SCHEMA.names, codec.MOST_ROWS, codec.MOST_BYTES), rounds=10)
+    decoded = best(lambda: codec.decode(data))
     row("encode, of pyarrow's speed", f"{written / encoded:.2f}", "at least 0.95")
     row("decode without checks, of pyarrow's speed", f"{parsed / (read - bounds):.2f}", "at least 0.95")
     row("decode and the check of what pages claim", f"{parsed / read:.2f}")
@@ -191,7 +191,7 @@ def reader(uri: str, endpoint: str | None) -> Iterator[Reader]:
 async def visible(name: str, uri: str, endpoint: str | None = None) -> None:
     """The reader knows the next key and asks for it, as the trainer does while it waits for groups. Turn by turn with
     that goes the bare put and get, while the reader rests."""
-    data, dice, storage = experience.encode(english(groups=8)), random.Random(0), open_storage(uri, endpoint)
+    data, dice, storage = codec.encode(english(groups=8)), random.Random(0), open_storage(uri, endpoint)
     print(f"{len(data) / 1e3:.0f} KB in a {name}; p50, p99 in ms")
     print(
         f"{'polling every':>15}{'put and get':>18}{'put → visible':>18}{'p99 of p99':>12}{'requests/h':>12}{'$/h':>9}"
@@ -229,7 +229,7 @@ def milliseconds(seconds: list[float]) -> str:
 
 def main() -> None:
     logging.disable(logging.CRITICAL)
-    codec()
+    shards()
     asyncio.run(planner())
     with tempfile.TemporaryDirectory(prefix="bench-store-") as folder:
         asyncio.run(visible("folder", folder))

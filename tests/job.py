@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline import experience
+from pipeline import codec
 from pipeline.config import RunConfig, load
 from pipeline.storage import Storage, open_storage
 from pipeline.trainer_log import Plan, decode
@@ -129,7 +129,7 @@ class Job:
         """The shard of that key."""
         found = asyncio.run(self.storage().get(key))
         assert found is not None, key
-        return experience.decode(found.data)
+        return codec.decode(found.data)
 
 
 async def _plans(storage: Storage) -> list[Plan]:

@@ -30,7 +30,7 @@ from unittest import mock
 
 import numpy as np
 
-from pipeline import experience
+from pipeline import codec
 from pipeline.batching import Batch, Unreadable, layout, load_plan
 from pipeline.config import (
     AlgorithmConfig,
@@ -545,7 +545,7 @@ class World:
                 continue
             shard = self.bucket.objects[group.key]
             require(hashlib.sha256(shard.data).hexdigest() == group.sha256, "broken", f"{group.key} was not read whole")
-            table = experience.decode(shard.data).slice(group.start, group.stop - group.start)
+            table = codec.decode(shard.data).slice(group.start, group.stop - group.start)
             whole = table["index"].to_pylist() == [group.index] * self.config.algorithm.group_size
             require(whole, "broken", f"rows of index {group.index} in step {plan.step}")
             staleness = plan.step - 1 - min(table["version_step"].to_pylist())
@@ -795,7 +795,7 @@ class Worker:
 def simulate(seed: int, scenario: str | None = None, crash_at: frozenset[int] = frozenset()) -> Outcome:
     """One run; raises Violation, or whatever the code under test raised."""
     # The same bytes are read over and over: by the planner, by the trainer, by checks, by each successor.
-    remembered = mock.patch.object(experience, "decode", functools.lru_cache(256)(experience.decode))
+    remembered = mock.patch.object(codec, "decode", functools.lru_cache(256)(codec.decode))
     with remembered, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(World(seed, scenario or scenario_of(seed), crash_at).run())
 

@@ -28,7 +28,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from pipeline import experience
+from pipeline import codec
 from pipeline.batching import Unreadable, load_plan
 from pipeline.clock import Clock, SystemClock
 from pipeline.config import (
@@ -366,7 +366,7 @@ class Run:
                 found = await storage.get(group.key)
                 require(found is not None and found.info.sha256 == group.sha256, "lost", f"{group.key} is not there")
                 assert found
-                table = experience.decode(found.data).slice(group.start, group.stop - group.start)
+                table = codec.decode(found.data).slice(group.start, group.stop - group.start)
                 whole = table["index"].to_pylist() == [group.index] * self.config.algorithm.group_size
                 require(whole, "broken", f"rows of index {group.index} in step {plan.step}")
                 staleness = plan.step - 1 - min(table["version_step"].to_pylist())

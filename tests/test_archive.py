@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from pipeline import archive, experience
+from pipeline import archive, codec
 from pipeline.config import RunConfig, StoreConfig
 from pipeline.coordinator import Coordinator
 from pipeline.experience import Rollout, RolloutGroup
@@ -41,7 +41,7 @@ def source(tmp_path) -> str:
 async def _source(uri: str) -> None:
     storage, refs = open_storage(uri), []
     for number in range(3):
-        data = experience.encode([group(10 + 2 * number), group(11 + 2 * number)])
+        data = codec.encode([group(10 + 2 * number), group(11 + 2 * number)])
         key = shard_key("A", number)
         await storage.create(key, data)
         digest = hashlib.sha256(data).hexdigest()

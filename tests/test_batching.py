@@ -6,7 +6,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from pipeline import batching, experience
+from pipeline import batching, codec, experience
 from pipeline.algorithms.samples import Samples
 from pipeline.algorithms.values import gae
 from pipeline.batching import EMPTY, EXAMPLE, Unreadable
@@ -45,7 +45,7 @@ async def planned(store, shards, order) -> Plan:
     """Store `shards` (key → groups) and plan the (key, number of the group) in `order`."""
     references = {}
     for key, groups in shards.items():
-        data = experience.encode(groups)
+        data = codec.encode(groups)
         await store.create(key, data)
         start = 0
         for number, entry in enumerate(groups):
@@ -118,7 +118,7 @@ async def test_a_process_reward_counts_at_its_token_and_estimators_of_whole_samp
 
 async def test_a_shard_that_is_not_the_planned_one_is_refused(store):
     plan = await planned(store, {"a.parquet": [group(0, [1], [rollout([5])])]}, [("a.parquet", 0)])
-    await store.put("a.parquet", experience.encode([group(0, [1], [rollout([6])])]))
+    await store.put("a.parquet", codec.encode([group(0, [1], [rollout([6])])]))
     with pytest.raises(Damaged, match=r"a\.parquet: its sha256 is not the planned one"):
         await batching.load_plan(store, plan)
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from pipeline import experience
+from pipeline import codec
 from pipeline.experience import Rollout, RolloutGroup
 from pipeline.messages import shard_key
 from pipeline.storage import open_storage
@@ -37,7 +37,7 @@ async def run(tmp_path) -> str:
             for text, reward in [("five", 0.0), ("four", 1.0)]
         ]
         groups = [RolloutGroup(2 * number + n, "sums", "2 + 2 =", "4", [5, 9], rollouts, 0.0) for n in range(2)]
-        await storage.create(shard_key(writer, 0), experience.encode(groups))
+        await storage.create(shard_key(writer, 0), codec.encode(groups))
     return str(folder)
 
 

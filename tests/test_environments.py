@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import batching, experience, metrics
+from pipeline import batching, codec, experience, metrics
 from pipeline.algorithms.samples import Samples
 from pipeline.clock import SystemClock
 from pipeline.config import EnvironmentConfig, RewardConfig
@@ -123,7 +123,7 @@ def check_training(
     group: RolloutGroup, prompt: list[int], whole: list[int], mask: list[bool], logprobs: list[float]
 ) -> None:
     """What the shard and the packed micro-batch make of the sample."""
-    table = experience.decode(experience.encode([group]))
+    table = codec.decode(codec.encode([group]))
     (back,) = experience.rows(table, 0, 1)[0].rollouts
     assert back.turns == group.rollouts[0].turns
     batch = batching._batch(table, np.zeros(1, np.int64))
@@ -337,7 +337,7 @@ async def test_a_process_reward_of_an_observation_counts_at_the_token_sampled_be
     assert (sample.invalid, sample.reward) == (None, 15.5)
     assert sample.steps == [(0, 0.5), (7, 7.0), (len(sample.completion_ids) - 1, 8.0)]
     group = RolloutGroup(0, "", "", "", [1], [sample], 0.0)
-    batch = batching._batch(experience.decode(experience.encode([group])), np.zeros(1, np.int64))
+    batch = batching._batch(codec.decode(codec.encode([group])), np.zeros(1, np.int64))
     assert batch.credits is not None
     assert batch.credits.tolist() == [0.5] + [0.0] * 6 + [7.0] + [0.0] * 9 + [8.0]
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.codec import decode, encode
 from pipeline.experience import (
     SCHEMA,
     Damaged,
@@ -20,8 +21,6 @@ from pipeline.experience import (
     RolloutGroup,
     Step,
     Turn,
-    decode,
-    encode,
     ragged,
     response_mask,
     rows,

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from pipeline import experience
+from pipeline import codec
 from pipeline.algorithms import dapo
 from pipeline.algorithms.samples import Samples
 from pipeline.config import AlgorithmConfig, SamplingConfig
@@ -26,7 +26,7 @@ def group(index: int, *rollouts: Rollout) -> RolloutGroup:
 
 
 def summaries(*groups: RolloutGroup):
-    return summarise(experience.decode(experience.encode(list(groups))), "key", "sha", "W", 3)
+    return summarise(codec.decode(codec.encode(list(groups))), "key", "sha", "W", 3)
 
 
 def test_groups_are_found_by_row_range_in_the_order_of_the_shard():
@@ -73,7 +73,7 @@ def store(clock) -> MemoryStorage:
 
 async def write(store: MemoryStorage, sequence: int, index: int, metadata: dict[str, str] | None = None) -> str:
     key = shard_key("W", sequence)
-    data = experience.encode([group(index, rollout(0.0, 0), rollout(1.0, 0))])
+    data = codec.encode([group(index, rollout(0.0, 0), rollout(1.0, 0))])
     await store.create(key, data, {"indices": f"[{index}]"} if metadata is None else metadata)
     return key
 

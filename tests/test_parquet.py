@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import experience, parquet
+from pipeline import codec, experience, parquet
 from pipeline.experience import SCHEMA
 from tests.test_experience import english, group
 
@@ -18,13 +18,13 @@ BOUND, MEMORY = 64 << 20, 512 << 20
 """Bytes that a shard may take, and that its reader may beyond what it has when it begins."""
 READ = """
 import pathlib, resource, sys
-from pipeline import experience
-experience.MOST_BYTES = int(sys.argv[1])
+from pipeline import codec, experience
+codec.MOST_BYTES = int(sys.argv[1])
 taken = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, 2 * (taken + int(sys.argv[2]),))
 for file in sys.argv[3:]:
     try:
-        experience.decode(pathlib.Path(file).read_bytes())
+        codec.decode(pathlib.Path(file).read_bytes())
     except experience.Damaged as error:
         print(error)
 """
@@ -40,7 +40,7 @@ def written(table: pa.Table, **settings) -> bytes:
 def shard(**columns) -> pa.Table:
     """One group of as many samples as the columns have rows, in all else as our writer makes it."""
     count = len(next(iter(columns.values())))
-    plain = pq.read_table(io.BytesIO(experience.encode([group()])))
+    plain = pq.read_table(io.BytesIO(codec.encode([group()])))
     table = plain.take(np.zeros(count, np.int64))
     for name, values in columns.items():
         table = table.set_column(table.column_names.index(name), name, [values])
@@ -122,22 +122,22 @@ def test_bombs_are_refused_with_their_reasons_by_a_reader_that_has_no_memory_for
 
 
 def test_turns_beyond_count_are_refused_before_they_become_python_objects(monkeypatch):
-    monkeypatch.setattr(experience, "MOST_ENTRIES", 1)
+    monkeypatch.setattr(codec, "MOST_ENTRIES", 1)
     with pytest.raises(experience.Damaged, match="column spans has 3 entries, more than 1"):
-        experience.decode(experience.encode([group()]))
+        codec.decode(codec.encode([group()]))
 
 
 @pytest.mark.parametrize(
     "settings", [{}, {"data_page_version": "2.0"}, {"use_dictionary": True}, {"row_group_size": 3}]
 )
 def test_shards_that_other_settings_made_are_read_in_batches_as_they_were(settings, monkeypatch):
-    table = experience.decode(experience.encode(english(groups=2)))
+    table = codec.decode(codec.encode(english(groups=2)))
     monkeypatch.setattr(parquet, "BATCH_BYTES", 1000)
-    assert experience.decode(written(table, **settings)).equals(table)
+    assert codec.decode(written(table, **settings)).equals(table)
 
 
 def test_whatever_a_footer_or_a_page_says_the_reckoning_ends_and_raises_nothing_but_value_error():
-    data, dice, refused = experience.encode([group(number) for number in range(4)]), random.Random(0), 0
+    data, dice, refused = codec.encode([group(number) for number in range(4)]), random.Random(0), 0
     for _ in range(600):
         bad = bytearray(data)
         for _ in range(dice.randint(1, 4)):

@@ -14,7 +14,7 @@ import sys
 import numpy as np
 import pytest
 
-from pipeline import evaluation, experience, metrics
+from pipeline import codec, evaluation, metrics
 from pipeline.config import (
     AlgorithmConfig,
     DataConfig,
@@ -110,7 +110,7 @@ async def trained(storage: Storage, steps: int, response: str = "7") -> None:
             group(step * PROMPTS + number, Version(1, max(0, step - 2)), [0.0, 1.0, 1.0, None], response)
             for number in range(PROMPTS)
         ]
-        key, data = shard_key("01W", step), experience.encode(groups)
+        key, data = shard_key("01W", step), codec.encode(groups)
         await storage.create(key, data)
         references = [
             GroupRef(each.index, key, "", place * SAMPLES, (place + 1) * SAMPLES) for place, each in enumerate(groups)
@@ -124,7 +124,7 @@ async def trained(storage: Storage, steps: int, response: str = "7") -> None:
 async def evaluated(storage: Storage, step: int, scores: list[float]) -> None:
     groups = [group(number, Version(1, step), [score, score]) for number, score in enumerate(scores)]
     result = {"step": step, "version": [1, step], "sets": {"held-out": evaluation.summary(groups, 2, "correct")}}
-    await storage.create(evaluation_key(step).removesuffix(".json") + ".parquet", experience.encode(groups))
+    await storage.create(evaluation_key(step).removesuffix(".json") + ".parquet", codec.encode(groups))
     await storage.create(evaluation_key(step), json.dumps(result).encode())
 
 
@@ -338,7 +338,7 @@ def test_what_a_run_without_a_step_has_dropped_is_counted_with_its_reason(tmp_pa
         storage, log = open_storage(config.store.uri), TrainerLog(open_storage(config.store.uri))
         await log.take_over()
         groups = [group(index, Version(1, 0), rewards) for index, rewards in enumerate([[None] * 2, [None, 1.0]])]
-        await storage.create(shard_key("01W", 0), experience.encode(groups))
+        await storage.create(shard_key("01W", 0), codec.encode(groups))
         if reason:
             await log.append(Stop(1, reason, 0))
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import experience, rollout, weights
+from pipeline import codec, experience, rollout, weights
 from pipeline.config import (
     AlgorithmConfig,
     DataConfig,
@@ -94,7 +94,7 @@ class Trainer:
         for info in await self.storage.list("rollouts"):
             found = await self.storage.get(info.key)
             assert found is not None
-            table = experience.decode(found.data, group_size=GROUP)
+            table = codec.decode(found.data, group_size=GROUP)
             if ulid is None or ulid in info.key:
                 groups.update({group.index: group for group in experience.rows(table, 0, table.num_rows)})
         return groups
@@ -697,7 +697,7 @@ def test_an_evaluation_uses_exactly_the_version_it_names_and_work_goes_on_with_t
         assert (greedy["avg@1"], greedy["samples"], greedy["count"]) == (1.0, 1, 2)
         samples = await stage.trainer.storage.get(evaluation_key(1).replace(".json", ".parquet"))
         assert samples is not None
-        table = experience.decode(samples.data)
+        table = codec.decode(samples.data)
         groups = experience.rows(table, 0, table.num_rows)
         assert [group.prompt for group in groups] == ["p0", "p1", "p2", "p3", "p4", "p0", "p1"]
         assert {sample.oldest for group in groups for sample in group.rollouts} == {Version(1, 1)}
@@ -914,7 +914,7 @@ def test_workers_and_the_real_coordinator_train_every_index_once_within_the_stal
             for planned in plan.groups:
                 found = await store.get(planned.key)
                 assert found is not None
-                [group] = experience.rows(experience.decode(found.data), planned.start, planned.stop)
+                [group] = experience.rows(codec.decode(found.data), planned.start, planned.stop)
                 assert all(step - 1 - sample.oldest.step <= 1 for sample in group.rollouts)
                 trained.append(group.index)
             if step == 4:

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline import experience
+from pipeline import codec, experience
 from pipeline.experience import SCHEMA, TURN, Rollout, RolloutGroup
 from pipeline.intake import Intake
 from pipeline.leases import Lease, Ledger
@@ -41,13 +41,13 @@ def group(index: int, *rollouts: Rollout) -> RolloutGroup:
     ids=["a million tokens", "none", "ten thousand of one", "any unicode"],
 )
 def test_what_was_written_is_read_back(groups):
-    table = experience.decode(experience.encode(groups))
+    table = codec.decode(codec.encode(groups))
     assert experience.rows(table, 0, table.num_rows) == groups
 
 
 def test_a_sample_without_a_token_that_is_not_marked_is_refused_by_its_row():
     with pytest.raises(experience.Damaged, match=r"^row 1: no completion token$"):
-        experience.decode(experience.encode([group(0, rollout(1), rollout(0))]))
+        codec.decode(codec.encode([group(0, rollout(1), rollout(0))]))
 
 
 def test_every_column_that_may_reach_two_to_the_31_bytes_counts_in_64_bits():
@@ -82,9 +82,9 @@ async def test_memory_of_writer_and_reader_is_that_of_a_few_shards_however_many_
     storage = Storage(MemoryBucket(SkippingClock()), SkippingClock())
     with measured() as pool:
         for number in range(6):
-            await storage.create(shard_key("A", number), experience.encode(shard(number)))
+            await storage.create(shard_key("A", number), codec.encode(shard(number)))
         writing = pool.max_memory()
-    size = experience.decode(experience.encode(shard(0))).nbytes
+    size = codec.decode(codec.encode(shard(0))).nbytes
     ledger, known = Ledger(), Known("A", "rollout-0", cursor=0)
     for index in range(96):
         ledger.lease(index, Lease("A", 0, 0.0))

@@ -17,7 +17,7 @@ import urllib.request
 import pytest
 import torch
 
-from pipeline import batching, experience, termination
+from pipeline import batching, codec, termination
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.background import Background
 from pipeline.clock import SystemClock
@@ -477,7 +477,7 @@ def synthetic_batch(config):
     background, storage = Background(), open_storage(f"memory://{time.monotonic_ns()}")
     try:
         make = fake_worker.synthetic(config)
-        data = experience.encode([make(index, Version(1, 0)) for index in (0, 1)])
+        data = codec.encode([make(index, Version(1, 0)) for index in (0, 1)])
         info = background.run(storage.create("shard.parquet", data))
         size = config.algorithm.group_size
         groups = tuple(GroupRef(n, "shard.parquet", info.sha256, n * size, (n + 1) * size) for n in (0, 1))

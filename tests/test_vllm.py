@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeline import experience, weights
+from pipeline import codec, experience, weights
 from pipeline.clock import SystemClock
 from pipeline.config import (
     AlgorithmConfig,
@@ -256,7 +256,7 @@ class Run:
             for info in await self.storage.list("rollouts"):
                 found = await self.storage.get(info.key)
                 assert found is not None
-                table = experience.decode(found.data, vocabulary=100, group_size=4)
+                table = codec.decode(found.data, vocabulary=100, group_size=4)
                 groups.update({group.index: group for group in experience.rows(table, 0, table.num_rows)})
             if set(indices) <= groups.keys():
                 return [groups[index] for index in indices]

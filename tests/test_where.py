@@ -6,7 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from pipeline import experience, selection, where
+from pipeline import codec, selection, where
 from pipeline.experience import SCHEMA, Rollout, RolloutGroup
 from pipeline.versions import Version
 
@@ -25,7 +25,7 @@ def table():
         RolloutGroup(4, "sums", "2 + 2 =", "4", [5, 9], first, 0.0),
         RolloutGroup(9, "words", "say", None, [5], second, 0.0),
     ]
-    return experience.decode(experience.encode(groups))
+    return codec.decode(codec.encode(groups))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pipeline import experience
+from pipeline import codec
 from pipeline.experience import Rollout, RolloutGroup
 from pipeline.messages import (
     CONTROL_KEY,
@@ -101,7 +101,7 @@ async def test_shards_are_numbered_densely_and_name_their_indices(scene: Scene):
     assert found is not None
     assert json.loads(found.metadata["indices"]) == [4, 7]
     assert found.metadata["rows"] == "4"
-    assert experience.decode(found.data, group_size=2)["index"].to_pylist() == [4, 4, 7, 7]
+    assert codec.decode(found.data, group_size=2)["index"].to_pylist() == [4, 4, 7, 7]
 
 
 async def test_a_committed_index_is_no_work_until_it_is_acknowledged_and_granted_anew(scene: Scene):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from pipeline import experience, selection, trainer_log
+from pipeline import codec, experience, selection, trainer_log
 from pipeline.config import RunConfig
 from pipeline.intake import summarise
 from pipeline.messages import SHARDS_FOLDER, evaluation_key, is_shard
@@ -244,7 +244,7 @@ async def _named(storage: Storage, pattern: re.Pattern[str]) -> dict[str, str]:
 async def _table(storage: Storage, key: str) -> pa.Table | None:
     try:
         found = await storage.get(key)
-        return experience.decode(found.data) if found else None
+        return codec.decode(found.data) if found else None
     except (Corrupted, experience.Damaged):
         return None
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import archive, experience, selection
+from pipeline import archive, codec, experience, selection
 from pipeline.archive import Shelf
 from pipeline.config import RunConfig
 from pipeline.experience import Damaged, RolloutGroup
@@ -148,7 +148,7 @@ async def _read(storage: Storage, key: str) -> pa.Table | str:
 
 def _decoded(data: bytes) -> pa.Table | str:
     try:
-        return experience.decode(data)
+        return codec.decode(data)
     except Damaged as error:
         return str(error)
 
