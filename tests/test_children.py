@@ -242,6 +242,7 @@ def test_the_server_samples_what_the_trainer_can_compute_again():
     assert option(server, "--logprobs-mode") == "processed_logprobs"
     assert option(server, "--generation-config") == "vllm"
     assert option(server, "--served-model-name") == "policy"
+    assert 0 < int(option(server, "--shutdown-timeout")) < 10, "without, its engine's shared memory is left behind"
     assert option(server, "--max-model-len") == str(config(job()).rollout.max_model_len)
 
 
