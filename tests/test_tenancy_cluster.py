@@ -78,11 +78,21 @@ REFUSED = {
     "code of the model": ("spec.model.trustRemoteCode", True, "trustRemoteCode"),
     "too many GPUs in workers": ("spec.rollout.replicas", 3, "asks for 20 GPUs; maxGpus"),
     "too many GPUs in trainers": ("spec.trainer.nodes", 2, "asks for 24 GPUs"),
+    "too many GPUs by autoscaling": ("spec.rollout.autoscale", {"min": 1, "max": 100}, "asks for 408 GPUs"),
+    "too many GPUs in reward models": (
+        "spec.rewards.0",
+        {
+            "name": "judge",
+            "model": {"uri": "s3://team-a/judge", "replicas": 3, "resources": {"limits": {"nvidia.com/gpu": 1}}},
+        },
+        "asks for 19 GPUs",
+    ),
     "a folder as store": ("spec.store.uri", "file:///var/lib", "pods share none|does not begin as stores"),
     "a folder as model": ("spec.model.uri", "file:///etc", "in place of file:///etc|a folder has no revisions"),
     "a folder as tokenizer": ("spec.model.tokenizer", "file:///etc", "pods share none"),
     "a folder as output": ("spec.output.uri", "file:///etc", "pods share none|does not begin as stores"),
     "a folder of prompts": ("spec.evaluation.sets.0.uri", "file:///etc/x.jsonl", "pods share none"),
+    "a folder to begin from": ("spec.checkpoint.resumeFrom", "file:///runs/a/b/c", "pods share none"),
 }  # fmt: skip
 
 
@@ -188,6 +198,28 @@ def test_elsewhere_only_what_can_never_run_is_refused(team, control_plane, names
     api.create(changed("spec.store.uri", "s3://team-b/miles"), namespace, dryRun="All")
     with pytest.raises(ApiError, match="pods share none"):
         api.create(changed("spec.store.uri", "file:///x"), namespace, dryRun="All")
+
+
+def replaying(uri: str) -> dict:
+    found = changed("spec.data", {"replayFrom": {"uri": uri}})
+    del found["spec"]["rewards"], found["spec"]["evaluation"], found["spec"]["rollout"]
+    return found
+
+
+def test_a_job_without_prompt_sets_that_trains_stored_samples_is_taken(team):
+    namespace, tenant = team
+    tenant.create(replaying("s3://team-a/miles/team-a/sums/1"), namespace, dryRun="All", fieldValidation="Strict")
+    with pytest.raises(ApiError, match="pods share none"):
+        tenant.create(replaying("file:///runs/team-a/sums/1"), namespace, dryRun="All")
+
+
+def test_a_job_beyond_the_limit_of_gpus_can_be_suspended_and_not_resumed(team):
+    namespace, tenant = team
+    tenant.create(changed("spec.suspend", True) | {"metadata": {"name": "scaled"}}, namespace)
+    tenant.patch("RLJob", "scaled", namespace, {"spec": {"rollout": {"replicas": 100}}})
+    with pytest.raises(ApiError, match="asks for 408 GPUs"):
+        tenant.patch("RLJob", "scaled", namespace, {"spec": {"suspend": False}})
+    tenant.delete("RLJob", "scaled", namespace)
 
 
 HERE = [path for path in SMUGGLED if "env[1]" not in path and "from" not in path]
