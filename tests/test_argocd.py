@@ -131,4 +131,4 @@ def test_what_is_passed_over_tells_nothing_of_health_and_is_part_of_the_status()
 def test_the_example_applies_server_side_and_leaves_suspend_to_people():
     application = yaml.safe_load((FOLDER / "application.yaml").read_text())
     assert "ServerSideApply=true" in application["spec"]["syncPolicy"]["syncOptions"]
-    assert application["spec"]["ignoreDifferences"][0]["jsonPointers"] == ["/spec/suspend"]
+    assert application["spec"]["ignoreDifferences"][0]["jsonPointers"] == ["/spec/suspend", "/spec/rollout/replicas"]
