@@ -25,7 +25,7 @@ class Metadata(Model):
     uid: Annotated[str, text(64)] | None = None
     """Set by the API server."""
     labels: Annotated[dict[LabelKey, LabelValue], NULLS_EMPTY] = {}
-    """Labels. kueue.x-k8s.io/queue-name names a queue."""
+    """Labels. kueue.x-k8s.io/queue-name is shown by `kubectl get -o wide`; no job waits in a queue yet."""
     annotations: Annotated[dict[AnnotationKey, str], NULLS_EMPTY] = {}
     """Annotations."""
 
