@@ -232,6 +232,14 @@ def test_a_finished_job_shows_how_long_it_took_and_no_eta():
     assert status.screen(done, [], NOW).splitlines()[0] == "math-7b  Complete after 2h 0m · step 1000 of 1000"
 
 
+def test_a_suspended_job_shows_how_long_it_has_been_so_and_not_since_when_it_runs():
+    suspended = job({"Suspended": ("True", "Suspended", "")}, phase="Suspended", startTime=ago(hours=7))
+    suspended["status"]["conditions"][0]["lastTransitionTime"] = ago(minutes=2)
+    assert status.screen(suspended, [], NOW).splitlines()[0] == "math-7b  Suspended for 2m 0s"
+    passing = job({"Suspended": ("False", "NotSuspended", "")}, phase="Suspending", startTime=ago(hours=7))
+    assert status.screen(passing, [], NOW).splitlines()[0] == "math-7b  Suspending"
+
+
 def test_a_job_that_is_deleted_says_so():
     given = job({"Ready": ("True", "Training", "")}, phase="Running")
     given["metadata"]["deletionTimestamp"] = ago(seconds=3)
@@ -469,6 +477,11 @@ def test_a_job_that_is_not_there_is_one_line_and_exit_code_2(fake, capsys):
 def test_a_misspelt_command_gets_a_suggestion(capsys):
     assert command.main(["statsu", "x"]) == 2
     assert 'did you mean "status"?' in capsys.readouterr().err
+
+
+def test_an_option_before_the_command_is_told_its_place(capsys):
+    assert command.main(["-n", "team-a", "status", "x"]) == 2
+    assert "options follow the command" in capsys.readouterr().err
 
 
 def test_commands_that_need_no_cluster_work_without_kubectl(monkeypatch, capsys):

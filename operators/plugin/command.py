@@ -31,7 +31,7 @@ USAGE = """usage: kubectl miles COMMAND …
   top NAME               what its pods use
   validate, explain, render: as `miles`, without a cluster
 
--n, --context and --kubeconfig as for kubectl. `kubectl miles COMMAND --help` says more."""
+-n, --context and --kubeconfig as for kubectl, behind the command. `kubectl miles COMMAND --help` says more."""
 
 Options = argparse.Namespace
 Job = Mapping[str, Any]
@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if command in LOCAL:
         return cli.main(arguments)
+    if command.startswith("-"):
+        return refuse(f"{command}: options follow the command: kubectl miles status NAME -n NAMESPACE")
     if command not in COMMANDS:
         near = explain.nearest(command, [*COMMANDS, *LOCAL])
         return refuse(f"{command}: unknown command" + (f'; did you mean "{near}"?' if near else ""))
@@ -137,7 +139,11 @@ def report(arguments: list[str]) -> int:
     environment = reports.environment(job, kubectl, os.environ, options.endpoint)
     output = options.output or f"{options.name}.html"
     command = [sys.executable, "-m", "pipeline.report", status.store_uri(job), "--output", output]
-    return subprocess.run(command, env=environment, check=False).returncode
+    code = subprocess.run(command, env=environment, check=False).returncode
+    if code and not options.endpoint and job["spec"]["store"].get("endpoint"):
+        hint = "where spec.store.endpoint answers pods alone, give --endpoint URL, such as a port-forward's"
+        print(f"kubectl miles report: {hint}", file=sys.stderr)
+    return code
 
 
 def top(arguments: list[str]) -> int:

@@ -21,6 +21,8 @@ from operators.plugin import trouble
 from operators.plugin.trouble import holds, moment, seconds_since
 
 Object = Mapping[str, Any]
+IN_PASSING = ("Suspending", "Restarting")
+"""Phases whose beginning the status does not tell: the time since the job's start would be taken for it."""
 MOST_PODS = 3
 """Pods of a component that are told of, once they are not ready."""
 LONGEST = 400
@@ -49,7 +51,12 @@ def headline(job: Object, now: datetime.datetime, what: str | None = None) -> st
     """what: the trouble that the job is in."""
     status, training = job.get("status", {}), job.get("status", {}).get("training", {})
     ended, began = status.get("completionTime"), status.get("startTime")
-    since = seconds_since(began or job["metadata"].get("creationTimestamp"), moment(ended) or now)
+    if phase(job) in IN_PASSING:
+        since = None
+    elif phase(job) == "Suspended":
+        since = seconds_since(trouble.conditions(job).get("Suspended", {}).get("lastTransitionTime"), now)
+    else:
+        since = seconds_since(began or job["metadata"].get("creationTimestamp"), moment(ended) or now)
     lasting = "after" if ended else "for"
     parts = [f"{job['metadata']['name']}  {phase(job)}" + ("" if since is None else f" {lasting} {duration(since)}")]
     parts[0] += f": {what}" if what else ""
