@@ -52,6 +52,8 @@ class Cache:
     def __init__(self) -> None:
         self.spot_nodes: frozenset[str] | None = None
         """Names of the nodes that the cloud may take away; None: not known."""
+        self.changed: set[JobKey] = set()
+        """Jobs of which something has changed; who looks at one takes it out."""
         self._objects: dict[str, dict[Name, Entry]] = {}
         self._by_owner: dict[str, set[tuple[str, Name]]] = {}
         self._keys: dict[str, JobKey] = {}  # uid of a child or pod → its job
@@ -122,6 +124,7 @@ class Cache:
         return Entry(uid, job, version, key, marshal.dumps(kept))
 
     def _keep(self, kind: str, name: Name, entry: Entry) -> None:
+        self._mark(kind, name, entry)
         self._objects.setdefault(kind, {})[name] = entry
         self._by_owner.setdefault(entry.owner, set()).add((kind, name))
         if kind != "Event" and entry.key is not None:
@@ -137,11 +140,17 @@ class Cache:
         entry = self._objects.get(kind, {}).pop(name, None)
         if entry is None:
             return
+        self._mark(kind, name, entry)
         self._unlink(entry.owner, kind, name)
         if kind != "Event":
             self._keys.pop(entry.uid, None)
             for _, warning in list(self._by_owner.get(entry.uid, ())):
                 self._drop("Event", warning)
+
+    def _mark(self, kind: str, name: Name, entry: Entry) -> None:
+        key = JobKey(*name) if kind == KIND else entry.key
+        if key is not None:
+            self.changed.add(key)
 
     def _unlink(self, owner: str, kind: str, name: Name) -> None:
         others = self._by_owner[owner]

@@ -17,12 +17,13 @@ from operators.cache import JobKey, Name
 from operators.cluster import ApiError, Cluster, Conflict, Held
 from operators.handlers import WatchEnded, watch_jobs
 from operators.liveness import Health
-from operators.observe import observe
+from operators.observe import observe, reported
 from operators.observed import Object, Observed, Plan
 from operators.queue import WorkQueue
 from operators.resolve import Platform
 from operators.spec import API_VERSION, KIND
 from operators.telemetry import Telemetry
+from operators.training import Report, counting
 from operators.watch import KINDS, RETRY_S, follow
 
 ECHO_S = 0.2
@@ -52,6 +53,16 @@ class Known(NamedTuple):
     phase: str
 
 
+class Standing(NamedTuple):
+    """A job at which nothing was to be done when it was last looked at."""
+
+    uid: str
+    counting: Report | None
+    spot_nodes: frozenset[str] | None
+    again_s: float | None
+    until: float  # loop time, for as long as nothing changes
+
+
 class Controller:
     """Of one process, while it leads. `may_act`: whether it still leads."""
 
@@ -74,6 +85,7 @@ class Controller:
         self.jobs: dict[JobKey, Known] = {}
         self._doubted: set[JobKey] = set()
         """Jobs of which the watch may not have told all: the next look asks the server."""
+        self._standing: dict[JobKey, Standing] = {}
         health.stalled_s = self.queue.stalled_s
         telemetry.depth = self.queue.depth
         telemetry.phases = lambda: [known.phase for known in self.jobs.values()]
@@ -132,14 +144,30 @@ class Controller:
         told = key not in self._doubted
         self._doubted.discard(key)
         try:
+            standing = self._standing.get(key)
+            if told and standing is not None and await self._stands(key, standing):
+                return standing.again_s
             return await self._look(key, told)
         except BaseException:
             self._doubted.add(key)
             raise
 
+    async def _stands(self, key: JobKey, standing: Standing) -> bool:
+        """Whether all is as it was, as far as the watches and the trainer tell."""
+        cache = self.cluster.cache
+        if key in cache.changed or cache.spot_nodes != standing.spot_nodes:
+            return False
+        if asyncio.get_running_loop().time() >= standing.until:
+            return False
+        report = await reported(self.cluster, cache.of(standing.uid, ["Pod"], key.namespace))
+        return counting(report) == standing.counting and key not in cache.changed
+
     async def _look(self, key: JobKey, told: bool) -> float | None:
         """`told`: what the watch told of the RLJob will do to see what is to be done. More than a write of the status,
         which the server refuses where the RLJob has changed, is done only while the server holds that very version."""
+        self._standing.pop(key, None)
+        began = asyncio.get_running_loop().time()
+        self.cluster.cache.changed.discard(key)
         observed = await observe(self.cluster, key, told)
         if observed is None:
             return None
@@ -149,7 +177,12 @@ class Controller:
         await carry_out(plan, observed, self.cluster)
         for event in plan.events:
             logger.info(event.message, extra=_fields(key, reason=event.reason))
-        return None if plan.again is None else plan.again.total_seconds()
+        again_s = None if plan.again is None else plan.again.total_seconds()
+        if plan.stands:
+            until = began + plan.stands.total_seconds()
+            seen = observed.job["metadata"]["uid"], counting(observed.report), observed.spot_nodes
+            self._standing[key] = Standing(*seen, again_s, until)
+        return again_s
 
     def heard(self, what: str | None, job: Object) -> None:
         """The watch of RLJobs told something."""

@@ -5,7 +5,7 @@ decision hangs on something being gone (a new attempt, a suspension), Jobs and p
 that the cache does not know yet would let two attempts train at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from operators.cache import JobKey
@@ -38,10 +38,15 @@ async def observe(cluster: Cluster, key: JobKey, told: bool = False) -> Observed
         pods=pods,
         foreign=await cluster.foreign(key, uid),
         refused=cluster.refused(key),
-        report=await cluster.status.report(pods) or last_words(pods),
+        report=await reported(cluster, pods),
         spot_nodes=cluster.cache.spot_nodes,
         events=_warnings(cluster, [*children, *pods]),
     )
+
+
+async def reported(cluster: Cluster, pods: Sequence[Object]) -> Mapping[str, Any] | None:
+    """What the trainer among these pods of a job tells, or told in the end."""
+    return await cluster.status.report(pods) or last_words(pods)
 
 
 def needs_the_truth(job: Object, children: Sequence[Object]) -> bool:

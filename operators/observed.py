@@ -79,6 +79,9 @@ class Plan:
     """Posted after the status was written."""
     again: datetime.timedelta | None = None
     """Look again after this time at the latest, even if nothing changes. None: only on a change or a resync."""
+    stands: datetime.timedelta = datetime.timedelta(0)
+    """For so long the same observation gives a plan that does nothing, whatever else the report tells than
+    operators.training.counting."""
 
     @property
     def acts(self) -> bool:

@@ -4,6 +4,7 @@ any restart, with any event lost or repeated.
 A job that is being deleted, or that another controller manages, gets an empty plan. What has finished stays finished.
 """
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -16,7 +17,7 @@ from operators import attempts, autoscale, causes, children, conditions, drift, 
 from operators.attempts import Decision
 from operators.causes import is_true
 from operators.conditions import Fact, Facts, timestamp
-from operators.deadlines import awaiting, has_stepped
+from operators.deadlines import awaiting, has_stepped, left_s
 from operators.observed import Deletion, Event, Key, Object, Observed, Plan, concerns_us
 from operators.resolve import Platform
 from operators.situation import EDITION, Situation, deletion, key
@@ -27,6 +28,8 @@ Child = dict[str, Any]
 
 LOOK = datetime.timedelta(seconds=10)
 """How often a job with pods is looked at: pods are not watched, and progress is asked for."""
+STANDS = datetime.timedelta(seconds=60)
+"""For how long nothing but changes, and what the trainer tells, is looked at where there was nothing to do."""
 AT_ONCE = datetime.timedelta(0)
 REMEMBERED = 2048
 """Jobs whose spec as read (20 KB), and sets of children as rendered (4 KB), are kept from look to look: both follow
@@ -92,7 +95,7 @@ def _working(here: Situation, decision: Decision, wanted: Sequence[Child], platf
     refused = [found for found in here.observed.refused if _is_to_come(found, apply)]
     status = _told(here, status, health.facts(here, decision, status, conflicts, refused))
     resting = conditions.holds(status.conditions, "Suspended") and not apply and not decision.delete
-    return Plan(
+    plan = Plan(
         pause=decision.pause,
         apply=apply,
         delete=[*decision.delete, *surplus],
@@ -100,6 +103,27 @@ def _working(here: Situation, decision: Decision, wanted: Sequence[Child], platf
         events=_events(here, status),
         again=None if resting else decision.again or LOOK,
     )
+    return dataclasses.replace(plan, stands=_stands(here, plan))
+
+
+def _stands(here: Situation, plan: Plan) -> datetime.timedelta:
+    """Nothing is to be done, and time alone changes that only when a limit passes: no trainer begins or ends, no pod is
+    on its way out, and no step waits to be told."""
+    observed = here.observed
+    if (
+        plan.acts
+        or plan.status is not None
+        or plan.events
+        or plan.again != LOOK
+        or observed.foreign
+        or observed.refused
+    ):
+        return AT_ONCE
+    leaving = any("deletionTimestamp" in found["metadata"] for found in (*observed.children, *observed.pods))
+    at_work = list(here.trainer_jobs) == [here.status.attempt.number] and not here.is_suspending()
+    if leaving or not at_work or not training.is_told(here.status, observed.report):
+        return AT_ONCE
+    return max(AT_ONCE, min(STANDS, datetime.timedelta(seconds=min(left_s(here), STANDS.total_seconds()))))
 
 
 def _to_apply(here: Situation, wanted: Sequence[Child], begin: bool) -> list[Child]:

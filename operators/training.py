@@ -15,7 +15,19 @@ REFRESH_S = 10
 MOST_METRICS = 16
 MOST_REWARDS = 16
 
+COUNTING = ("phase", "step", "checkpoint_step", "losses", "waits")
+
 Report = Mapping[str, Any]
+
+
+def counting(report: Report | None) -> Report | None:
+    """What of a report means something at once; the rest is told with the next step, or when a limit has passed."""
+    return report and {name: report.get(name) for name in COUNTING}
+
+
+def is_told(status: RLJobStatus, report: Report | None) -> bool:
+    """Whether the status has the step of the report, which may wait for REFRESH_S."""
+    return report is None or report.get("phase") == "starting" or int(report.get("step") or 0) == status.training.step
 
 
 def updated(here: Situation, status: RLJobStatus, platform: Platform) -> RLJobStatus:

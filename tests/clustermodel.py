@@ -8,6 +8,7 @@ come about in the end is one in `World.settle`. Objects are never changed in pla
 import asyncio
 import collections
 import copy
+import dataclasses
 import datetime
 import random
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -19,7 +20,7 @@ from operators.act import carry_out
 from operators.causes import is_true, moment
 from operators.conditions import timestamp
 from operators.observe import needs_the_truth
-from operators.observed import Event, Key, Object, Observed
+from operators.observed import Event, Key, Object, Observed, Plan
 from operators.reconcile import reconcile
 from operators.resolve import Platform
 from operators.situation import controller
@@ -482,7 +483,21 @@ class Operator:
         observed = self.observe()
         if observed is not None:
             plan = reconcile(observed, self.world.now, PLATFORM)
+            self._check_stands(observed, plan)
             _run(carry_out(plan, observed, Requests(self, observed)))
+
+    def _check_stands(self, observed: Observed, plan: Plan) -> None:
+        """While a plan stands, nothing is to be done, whatever else the report tells."""
+        told = observed.report and {
+            **observed.report,
+            "queue_groups": 7.0,
+            "waiting_for": "3 of 8 groups",
+            "eta_s": 5.0,
+        }
+        then = self.world.now + plan.stands * self.world.random.random()
+        if plan.stands:
+            later = reconcile(dataclasses.replace(observed, report=told), then, PLATFORM)
+            assert not later.acts and later.status is None and not later.events, f"{plan} does not stand: {later}"
 
     def observe(self) -> Observed | None:
         world = self.world

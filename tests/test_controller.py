@@ -117,6 +117,43 @@ async def test_a_look_that_nothing_asks_for_asks_the_server_nothing_and_parses_a
 
 
 @in_virtual_time
+async def test_where_nothing_was_to_be_done_nothing_is_worked_out_until_something_has_changed() -> None:
+    server, found = await settled()
+    work = found.reconcile = mock.Mock(side_effect=reconcile)
+    await found.visit(KEY)
+    work.reset_mock()
+    report, pod = server.story.report, server.story.pods[0]
+    assert report is not None
+
+    def pod_changes() -> None:
+        metadata = {"namespace": "default", "resourceVersion": "8"} | pod["metadata"]
+        server.cache.put("Pod", pod | {"metadata": metadata})
+
+    async def worked() -> int:
+        assert await found.visit(KEY) is not None
+        count = work.call_count
+        await found.visit(KEY)  # what was looked at is known again
+        work.reset_mock()
+        return count
+
+    assert await worked() == 0
+    server.story.report = report | {"queue_groups": 7.0}
+    assert await worked() == 0
+    server.story.report = report | {"checkpoint_step": report["step"]}
+    assert await worked() == 1
+    pod_changes()
+    assert await worked() == 1
+    found.heard("MODIFIED", server.job)
+    assert await worked() == 1
+    found._doubted.add(KEY)
+    assert await worked() == 1
+    await asyncio.sleep(reconciler.STANDS.total_seconds() - 1)
+    assert await worked() == 0
+    await asyncio.sleep(2)
+    assert await worked() == 1
+
+
+@in_virtual_time
 @pytest.mark.parametrize("news", ["status", "child"])
 async def test_an_echo_that_asks_for_nothing_costs_no_request(news: str) -> None:
     server, found = await settled()
@@ -171,6 +208,7 @@ async def test_after_a_status_by_what_the_watch_told_long_ago_is_refused_the_ser
 @in_virtual_time
 async def test_after_a_look_that_failed_the_server_itself_is_asked() -> None:
     server, found = await settled()
+    found.heard("MODIFIED", server.job)
     with mock.patch.object(server, "foreign", side_effect=OSError("no route")), pytest.raises(OSError, match="route"):
         await found.visit(KEY)
     await found.visit(KEY)

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 
-from operators.conditions import CONDITION_TYPES
+from operators.conditions import CONDITION_TYPES, timestamp
 from operators.observed import Key, Plan
+from operators.reconcile import STANDS
 from operators.spec.status import RLJobStatus
 from tests.situations import NOW, Story, after, at, pod, rljob, waits
 
@@ -33,6 +34,40 @@ def names(plan: Plan) -> set[tuple[str, str]]:
 def is_empty(plan: Plan) -> bool:
     done = (plan.apply, plan.delete, plan.events)
     return not any(done) and (plan.pause, plan.delete_job, plan.status, plan.again) == (False, False, None, None)
+
+
+# How long a plan stands
+
+
+def test_a_plan_stands_for_a_minute_at_most_and_until_a_limit_of_the_policy_passes():
+    story = training(runPolicy={"progressDeadlineSeconds": 100})
+    first = story.look()
+    assert first.stands == STANDS
+    assert story.look(75).stands.total_seconds() == pytest.approx(25, abs=1)
+    assert story.look(25).stands.total_seconds() == 0
+
+
+def leaves(story):
+    story.pods[0]["metadata"]["deletionTimestamp"] = timestamp(story.now)
+
+
+@pytest.mark.parametrize(
+    "unsettle",
+    [
+        leaves,
+        lambda story: story.report.update(step=2),
+        lambda story: story.edit(suspend=True),
+        lambda story: story.refused.update({Key("Service", "x"): "quota"}),
+        lambda story: story.children.pop(("Job", "arithmetic-trainer-0")),
+    ],
+    ids=["a pod leaves", "a step waits to be told", "suspended", "a child is refused", "the trainer's Job is gone"],
+)
+def test_a_plan_does_not_stand_where_time_or_the_server_itself_may_tell_more(unsettle):
+    story = training()
+    assert story.look().stands
+    unsettle(story)
+    for _ in range(2):
+        assert not story.look().stands
 
 
 # Creation
