@@ -1,10 +1,10 @@
 """A work queue of keys: each key waits at most once, is worked on by one worker at a time, and comes back with a
 growing delay after a failure. A key that is added while it is worked on is worked on again afterwards.
 
-What is added without a delay is urgent and overtakes what waited for its time, which has half of the workers at most:
-under a flood of echoes a new job still gets its children at once. Every FAIR-th key is taken from the others all the
-same. After a visit a key rests from what is not urgent: for `spacing_s`, and for as long as the visit took, so that
-of a busy server less is asked.
+What is added without a delay is urgent and overtakes what waited for its time, which begins only while less than half
+of the workers are busy: under a flood of echoes a new job still gets its children at once. Every FAIR-th key is taken
+from the others all the same. After a visit a key rests from what is not urgent: for `spacing_s`, and for as long as the
+visit took, so that of a busy server less is asked.
 
 Its size is bounded by the number of different keys. Nothing in it outlives the process: who fills it, fills it anew.
 """
@@ -43,7 +43,6 @@ class WorkQueue(Generic[K]):
         self._urgent: OrderedDict[K, float] = OrderedDict()  # in order, with the time since when
         self._due: OrderedDict[K, float] = OrderedDict()  # the same of what is not urgent
         self._taken = 0
-        self._others: set[K] = set()  # busy, and not urgent
         self._again: dict[K, bool] = {}  # added while busy, and whether urgently
         self._later: dict[K, asyncio.TimerHandle] = {}
         self._failures: dict[K, int] = {}
@@ -124,14 +123,16 @@ class WorkQueue(Generic[K]):
         """The next key, which is busy now; None: there is none, or no worker for it."""
         if len(self.busy) >= workers:
             return None
-        room = self._due and len(self._others) < max(1, workers // 2)
-        if not self._urgent and not room:
+        if self._due and self._urgent and (self._taken + 1) % FAIR == 0:
+            keys = self._due
+        elif self._urgent:
+            keys = self._urgent
+        elif self._due and len(self.busy) < max(1, workers // 2):
+            keys = self._due
+        else:
             return None
         self._taken += 1
-        urgent = self._urgent and not (room and self._taken % FAIR == 0)
-        key, since = (self._urgent if urgent else self._due).popitem(last=False)
-        if not urgent:
-            self._others.add(key)
+        key, since = keys.popitem(last=False)
         self.busy[key] = asyncio.get_running_loop().time()
         self.waited(self.busy[key] - since)
         return key
@@ -146,7 +147,6 @@ class WorkQueue(Generic[K]):
             delay_s = delay_after(failures, random.random())
         self._finished = asyncio.get_running_loop().time()
         took = self._finished - self.busy.pop(key)
-        self._others.discard(key)
         self._changed.set()
         again = self._again.pop(key, None)
         if delay_s is not None:
