@@ -106,8 +106,9 @@ class Controller:
         await self._wait_for_definition()
         await self.cluster.load_key(namespace)
         async with asyncio.TaskGroup() as group:
-            for kind in KINDS:
-                await self._follow(group, kind)
+            *objects, warnings = KINDS
+            await asyncio.gather(*(self._follow(group, kind) for kind in objects))
+            await self._follow(group, warnings)
             group.create_task(self._hear(), name="watch RLJob")
             group.create_task(self._check(), name="check")
             await self._survey()
