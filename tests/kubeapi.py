@@ -164,7 +164,7 @@ def plural(kind: str) -> str:
     return word[:-1] + "ies" if word.endswith("y") else word + "s"
 
 
-def until(condition: Callable[[], T], what: str, limit_s: float = 15.0) -> T:
+def until(condition: Callable[[], T], what: str, limit_s: float = 60.0) -> T:
     """What `condition` returns once that is true; asked ever less often. Raises TimeoutError naming `what`."""
     deadline = time.monotonic() + limit_s
     pause_s = 0.02

@@ -337,7 +337,7 @@ def test_a_trainer_that_another_has_replaced_ends_fenced(tmp_path, tiny):
     wait_until(lambda: any(key.startswith("weights") for key in listed(config, "weights")))
     with worker(config):
         loop = train(config)
-    thread.join(30)
+    thread.join(50)
     assert isinstance(first[0], Fenced)
     assert loop.version == Version(2, 6)
 
@@ -668,7 +668,7 @@ def stopped_after(config, tmp_path, process, step, stop):
     """Ask it to stop once `step` is trained; its exit code."""
     wait_until(lambda: process.poll() is not None or len(listed(config, "metrics/v1")) >= step, 120)
     stop()
-    assert process.wait(40) is not None
+    assert process.wait(90) is not None
     return process.returncode, (tmp_path / "termination").read_text()
 
 
@@ -705,7 +705,7 @@ def test_a_run_that_waits_for_workers_says_so_and_stops_at_once(tmp_path, tiny):
 
         def status():
             with contextlib.suppress(OSError):
-                return json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=5))
+                return json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=30))
             assert process.poll() is None, (tmp_path / "output.txt").read_text()
             return {}
 
@@ -713,7 +713,7 @@ def test_a_run_that_waits_for_workers_says_so_and_stops_at_once(tmp_path, tiny):
         assert status()["waiting_for"] == "rollout workers (none registered)"
         assert status()["phase"] == "waiting"
         process.terminate()
-        assert process.wait(30) == termination.STOPPED
+        assert process.wait(60) == termination.STOPPED
 
 
 @pytest.mark.slow

@@ -325,7 +325,7 @@ async def test_a_worker_samples_from_the_published_policy_through_reloads_and_a_
         assert {sample.oldest for group in second for sample in group.rollouts} == {Version(1, 2)}
 
         run.process.terminate()
-        assert await asyncio.to_thread(run.process.wait, 40) == 0
+        assert await asyncio.to_thread(run.process.wait, 120) == 0
     finally:
         run.process.kill()
         run.process.wait()
