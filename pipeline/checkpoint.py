@@ -91,7 +91,7 @@ async def upload(storage: Storage, staged: Staged, *, read_back: bool = True) ->
         files = {path.name: await asyncio.to_thread(_describe, path) for path in paths}
         for name in files:
             await storage.put_file(f"{folder(staged.version)}/{name}", os.path.join(local, name))
-        if read_back:
+        if read_back and files:
             await _verify(storage, staged.version, files)
     return files
 
