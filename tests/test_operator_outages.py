@@ -8,6 +8,7 @@ import pytest
 
 from operators import crd
 from operators.controller import CHECK_S
+from operators.election import LEASE_S
 from tests import controlplane, replica
 from tests.controlplane import ControlPlane
 from tests.kubeapi import until
@@ -46,7 +47,7 @@ def until_scaled(plane: ControlPlane, job: str, replicas: int) -> None:
     until(lambda: workers(plane, job) == replicas, f"{job} has {replicas} workers", 60)
 
 
-@pytest.mark.parametrize("seconds", [1.0, 20.0], ids=["for a moment", "for longer than a Lease lasts"])
+@pytest.mark.parametrize("seconds", [1.0, LEASE_S + 1.0], ids=["for a moment", "for longer than a Lease lasts"])
 def test_an_api_server_that_comes_back_finds_the_same_operator_at_work(
     plane: ControlPlane, operator: Replica, seconds: float
 ) -> None:
@@ -71,8 +72,11 @@ def test_an_api_server_that_comes_back_finds_the_same_operator_at_work(
 def test_a_definition_that_is_deleted_takes_the_jobs_with_it_and_is_welcome_back(
     plane: ControlPlane, operator: Replica
 ) -> None:
-    plane.api.create(rljob("sums", "default"))
-    until_scaled(plane, "sums", 1)
+    for name in ("first", "sums"):
+        plane.api.create(rljob(name, "default"))
+        until_scaled(plane, name, 1)
+    plane.api.delete("RLJob", "first", "default")
+    until(lambda: workers(plane, "first") is None, "the garbage collector has learned of RLJobs", 90)
     plane.api.delete("CustomResourceDefinition", crd.NAME)
     until(lambda: plane.api.find("CustomResourceDefinition", crd.NAME) is None, "the definition is gone", 60)
     until(lambda: any("begun anew" in each["message"] for each in operator.said()), "the watch has ended", 60)
