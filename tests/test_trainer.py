@@ -724,5 +724,5 @@ def test_a_users_error_found_by_a_rank_exits_3_with_its_one_line(tmp_path, tiny)
         assert process.wait(120) == termination.USER_ERROR
     reason = (tmp_path / "termination").read_text()
     assert reason.startswith("[rank ")
-    assert "trainer.lora.targets: ['no_such_layer']" in reason
+    assert "trainer.lora.targets: the model has no layers called no_such_layer" in reason
     assert "Traceback" not in (tmp_path / "output.txt").read_text()
