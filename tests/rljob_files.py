@@ -202,7 +202,7 @@ POOLS: dict[str, list[Any]] = (
             Plain("1"),
         ],
         "spec.algorithm.sampling.maxNewTokens": [Plain(text) for text in ("63", "64", "4095", "4096")],
-        "spec.algorithm.sampling.temperature": ["0", "10", "10.1", Plain("1")],
+        "spec.algorithm.sampling.temperature": ["0", "0.009", "0.01", "10", "10.1", Plain("1")],
         "spec.rollout.maxModelLen": [Plain(text) for text in ("64", "512", "513", "2048", "4096")],
         "spec.rollout.replicas": [Plain(text) for text in ("0", "1", "4", "1025")],
         "spec.rollout.autoscale": [
@@ -246,6 +246,7 @@ POOLS: dict[str, list[Any]] = (
             {"sets": [{"uri": "s3://data/a.jsonl"}]},
             {"sets": [{"generator": "reasoning-gym/a"}]},
             {"sets": [{"generator": "reasoning-gym/a", "limit": Plain("5"), "temperature": "0"}]},
+            {"sets": [{"generator": "reasoning-gym/a", "limit": Plain("5"), "temperature": "0.009"}]},
             {"sets": [{"generator": "reasoning-gym/a", "limit": Plain("5"), "temperature": "11"}]},
             {"sets": []},
         ],

@@ -108,7 +108,7 @@ class EvaluationSet(PromptSource):
 
     samples: Annotated[int, Field(ge=1, le=256)] = 1
     """Completions per prompt: the k of avg@k and pass@k."""
-    temperature: Annotated[Rate, Between(0, 10)] | None = None
+    temperature: Annotated[Rate, Between(0.01, 10, off=True)] | None = None
     """Sampling temperature; "0" is greedy. Default: the temperature of training."""
     limit: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Use the first so many prompts only. Default: all of a file; a generator needs a limit."""

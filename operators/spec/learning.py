@@ -65,8 +65,8 @@ class Sampling(Model):
         json_schema_extra={"refused": dict.fromkeys(_TRUNCATING, "leave it out; the whole distribution is sampled")}
     )
 
-    temperature: Annotated[Rate, Between(0, 10, above=True)] = "1"
-    """Divides the logits, in the sampler and in the trainer alike; above 0."""
+    temperature: Annotated[Rate, Between(0.01, 10)] = "1"
+    """Divides the logits, in the sampler and in the trainer alike; vLLM knows none between 0 and 0.01."""
     max_new_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 512
     """Tokens after which a completion is cut off, those of all its turns together. With the prompt it must fit
     rollout.maxModelLen."""
