@@ -89,7 +89,8 @@ REASONS: dict[str, Reason] = {
     ),
     "CrashLoop": _warning("a container ends again and again", "read its last lines in the message"),
     "RolloutUnavailable": _warning(
-        "workers are missing; while one is left, training goes on", "read the cause in the message; it mends itself"
+        "workers are missing; while one is left, training goes on",
+        "read the cause in the message; missing workers come back once it is gone",
     ),
     "ScaledToZero": _warning(
         "spec.rollout.replicas is 0; the limits of progress do not run", "raise it: kubectl miles scale"

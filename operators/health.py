@@ -102,8 +102,7 @@ def _trainer(here: Situation, decision: Decision) -> Fact:
     if decision.cause is not None and not decision.begin:
         return Fact.of(False, decision.cause)
     if job is None:
-        refused = here.job.spec.trainer.nodes
-        return Fact("False", "Starting", f"{refused} pods are being created")
+        return Fact("False", "Starting", "the trainer's pods are being created")
     pods, nodes = here.pods_of(job), here.job.spec.trainer.nodes
     if sum(causes.is_ready(pod) for pod in pods) >= nodes:
         return Fact("True", "PodsReady")
