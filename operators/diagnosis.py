@@ -29,6 +29,8 @@ CAUSES: tuple[tuple[str, str], ...] = (
      "a server that it needs does not answer: see the other processes' logs"),
     (r"ModuleNotFoundError: No module named '([^'.]+)|No module named ([\w]+)",
      "the Python package {0} is not installed here: pip install 'miles[local,rollout,trainer]'"),
+    (r"User-specified max_model_len \(\d+\) is greater than the derived max_model_len \((\w+=[\d.]+)",
+     "the model reads fewer tokens than rollout.maxModelLen ({0}): lower it, or choose another model"),
     (r"Unsupported CPU attention configuration",
      "vLLM's CPU engine cannot run this model's attention head size; 32, 64, 80, 96, 112, 128 and 256 work"),
     (r"rendezvous|RendezvousTimeout|RendezvousConnectionError",

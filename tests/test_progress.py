@@ -257,6 +257,11 @@ def test_duration(seconds: float, expected: str) -> None:
         (1, ["/usr/bin/python: No module named pipeline"], "package pipeline is not installed here"),
         (1, ["huggingface_hub.errors.RepositoryNotFoundError: 404"], "no such model"),
         (1, ["socket.gaierror: [Errno -2] Name or service not known"], "a host name is not known"),
+        (
+            1,
+            ["User-specified max_model_len (4096) is greater than the derived max_model_len (sliding_window=2048 or"],
+            "rollout.maxModelLen (sliding_window=2048): lower it",
+        ),
         (1, ["Connection refused", "MemoryError"], "machine's memory is full"),
         (1, ["ValueError: something else"], None),
         (0, [], None),
