@@ -120,8 +120,6 @@ BREAKS = [
     job(trainer__lora={"targets": "q_proj,lm_head"}),
     job(algorithm__updatesPerStep=3),
     job(algorithm__warmupSteps=201),
-    job(algorithm__parameters={"dualClip": "1.0"}),
-    job(algorithm__type="ppo", algorithm__parameters={"gaeLambda": "1.5"}),
     job(algorithm__type="ppo", algorithm__parameters={"criticWarmupSteps": 200}),
     job(algorithm__kl={"coefficient": "0.1", "target": "0.02", "horizon": 127}),
     job(algorithm__correction={"bypass": True, "veto": "0.1"}),
