@@ -148,8 +148,9 @@ class Cache:
                 self._drop("Event", warning)
 
     def _mark(self, kind: str, name: Name, entry: Entry) -> None:
+        """What is left of a job that has gone is nobody's to look at, and would be marked for ever."""
         key = JobKey(*name) if kind == KIND else entry.key
-        if key is not None:
+        if key is not None and (kind == KIND or key in self._objects.get(KIND, ())):
             self.changed.add(key)
 
     def _unlink(self, owner: str, kind: str, name: Name) -> None:

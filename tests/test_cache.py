@@ -170,6 +170,7 @@ def test_nothing_is_left_of_jobs_that_are_gone() -> None:
     assert cache.count() == 0
     assert not cache._by_owner
     assert not cache._keys
+    assert not cache.changed
 
 
 def test_a_thousand_jobs_fit_into_a_fraction_of_the_memory_of_their_objects() -> None:
