@@ -26,9 +26,9 @@ def test_whatever_happens_the_job_comes_to_its_end_and_nothing_is_lost_or_double
 
 
 def test_the_worlds_reach_every_end():
-    """A world in which nothing happens would prove nothing."""
+    """A world in which nothing happens would prove nothing. The same seeds, whichever are played besides."""
     reasons, counted, disrupted, edited = set(), 0, 0, 0
-    for seed in range(FIRST, FIRST + GROUP):
+    for seed in range(GROUP):
         world = played(seed)
         status = world.job["status"] if world.job else {"conditions": [], "restarts": 0, "disruptions": 0}
         reasons |= {entry["reason"] for entry in status["conditions"] if entry["type"] in ("Complete", "Failed")}
