@@ -181,7 +181,8 @@ def is_refused_a_child(scene: Scene, counted: str) -> None:
         "the quota",
         LIMIT_S,
     )
-    is_troubled(scene, "QuotaExceeded", "trainer", None, {}, f"count/{counted}")
+    part = "rollout" if counted == "deployments.apps" else "trainer"
+    is_troubled(scene, "QuotaExceeded", part, None, {}, f"count/{counted}")
     scene.until_told("Ready", "QuotaExceeded", "False")
     scene.api.delete("ResourceQuota", "full", scene.namespace)
     scene.train()
