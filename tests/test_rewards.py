@@ -439,9 +439,26 @@ async def test_an_endpoint_that_hangs_or_is_gone_costs_the_sample_in_bounded_tim
 
     hanging = await score(RewardConfig(name="far", endpoint=await serve(reply), timeout_s=0.3))
     assert hanging.invalid == "reward far: no answer within 0.3 s"
-    gone = await score(RewardConfig(name="far", endpoint="http://127.0.0.1:9/"))
+    gone = await score(RewardConfig(name="far", endpoint="http://127.0.0.1:9/", timeout_s=0.3))
     assert gone.invalid is not None
-    assert "127.0.0.1:9" in gone.invalid
+    assert gone.invalid.startswith("reward far: no answer within 0.3 s: http://127.0.0.1:9/: Cannot connect")
+
+
+async def test_a_sample_survives_that_its_reward_server_is_replaced(
+    serve: Callable[[Reply], Awaitable[str]],
+) -> None:
+    answers = [503, 429, None, 200]
+
+    async def reply(request: web.Request) -> web.Response:
+        status = answers.pop(0)
+        if status is None:
+            assert request.transport
+            request.transport.abort()
+            return web.Response()
+        return web.json_response({"score": 2.0}, status=status)
+
+    scored = await score(RewardConfig(name="far", endpoint=await serve(reply), timeout_s=60.0))
+    assert (scored.total, answers) == (2.0, [])
 
 
 @pytest.mark.parametrize(

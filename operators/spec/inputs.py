@@ -229,7 +229,8 @@ class Reward(Model):
     weight: Annotated[SignedRate, Between(-1_000_000, 1_000_000)] = "1"
     """Factor of this term in the sum; negative for a penalty."""
     timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 5
-    """Longest time that scoring one sample may take; then onError applies."""
+    """Longest time that scoring one sample may take; then onError applies. A server that is gone or busy is asked again
+    until then: more than its restart takes lets its samples survive one."""
     on_error: Literal["dropSample", "zero"] = "dropSample"
     """What becomes of a sample whose scoring raised, hung or gave NaN: no part in training, or a score of 0."""
     memory_mebibytes: Annotated[int, Field(ge=64, le=1_048_576)] = 2048
