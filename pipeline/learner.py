@@ -78,7 +78,7 @@ class Learner:
         """Train `batch` as optimizer step `step` (1, 2, …); returns what is logged of it, the same on every rank.
 
         `stop`, a collective, is asked between micro-batches; raises Interrupted, the policy unchanged, if it says so.
-        A step in which a gradient is not finite changes nothing and has actor/skipped 1.
+        An update whose gradient is not finite changes nothing; actor/skipped is the share of such ones.
         """
         started, before = time.perf_counter(), self.roles.operations
         config = self.config.algorithm.model_copy(update={"kl_coefficient": self.kl_coefficient})
@@ -119,10 +119,7 @@ class Learner:
         row |= self._adapt_kl(row, int(batch.valid.sum()))
         self.moments = moments
         row["actor/lr"] = rate
-        row["actor/grad_norm"], critic_norm = (float(np.mean(each)) for each in zip(*norms, strict=True))
-        if self.roles.critic:
-            row["critic/grad_norm"] = critic_norm
-        row["actor/skipped"] = float(not np.isfinite(norms).all())
+        row |= self._of_gradients(np.asarray(norms))
         row["perf/forward_backward_s"] = time.perf_counter() - started
         row |= self._utilisation(self.roles.operations - before, row["perf/forward_backward_s"])
         row["perf/peak_memory_gib"] = distributed.reduce({"peak": self._peak_gib()}, dist.ReduceOp.MAX)["peak"]
@@ -257,6 +254,13 @@ class Learner:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm, critic_norm
+
+    def _of_gradients(self, norms: np.ndarray) -> Row:
+        """Of updates with these norms [updates, policy and critic]: means over those that were applied."""
+        applied = np.isfinite(norms).all(axis=1)
+        actor, critic = norms[applied].mean(axis=0) if applied.any() else (math.nan, math.nan)
+        row = {"actor/grad_norm": float(actor), "actor/skipped": float(1 - applied.mean())}
+        return row | {"critic/grad_norm": float(critic)} if self.roles.critic else row
 
     def _utilisation(self, operations: int, seconds: float) -> Row:
         """Model FLOPs utilisation: of what the devices of all ranks could compute meanwhile in bfloat16, the share that

@@ -166,7 +166,7 @@ class Trainer:
         self.skips = self.skips + 1 if row["actor/skipped"] else 0
         if self.skips >= SKIPS_IN_A_ROW:
             raise Hopeless(
-                f"the gradient was not finite in {self.skips} steps in a row, the last of them step {step}: "
+                f"a gradient was not finite in {self.skips} steps in a row, the last of them step {step}: "
                 "start again with a lower algorithm.learning_rate, or with trainer.dtype float32"
             )
 

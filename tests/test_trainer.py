@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import os
 import pathlib
 import random
@@ -459,6 +460,23 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(tmp_path, 
     assert_same(learner.tensors(), before)
     learner.algorithm.loss = loss
     assert learner.update(batch, 3, lambda: False)["actor/skipped"] == 0.0
+
+
+def test_of_several_updates_one_that_is_not_finite_is_told_as_their_share(tmp_path, tiny):
+    config = configure(tmp_path, tiny, algorithm__updates_per_step=2)
+    learner = Learner(config, CPU)
+    batch = synthetic_batch(config)
+    wanted = learner.update(batch, 1, lambda: False)["actor/grad_norm"]
+    assert wanted > 0
+    real, norms = learner._apply_gradients, []
+
+    def second_is_damaged():
+        norms.append(real())
+        return (math.nan, 0.0) if len(norms) == 2 else norms[0]
+
+    learner._apply_gradients = second_is_damaged
+    row = learner.update(batch, 2, lambda: False)
+    assert (row["actor/skipped"], row["actor/grad_norm"]) == (0.5, norms[0][0])
 
 
 def test_several_such_steps_in_a_row_end_the_run_with_a_remedy(tmp_path, tiny):
