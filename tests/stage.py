@@ -1,7 +1,9 @@
 """Scenes before a running operator: each has one RLJob, in a namespace of its own, so many are played at once.
 
 What the API server tells of RLJobs is followed by one watch for all scenes: a scene waits for what it hears, and misses
-no condition however short it held. Trainers' reports are those of `StatusPorts`, pods those of the stand-in kubelet.
+no status from then on, however short it held. What may be over by then is asked for by `until_heard`, or the stage is
+held still meanwhile, such as by pods that do not get ready before they are told to. Trainers' reports are those of
+`StatusPorts`, pods those of the stand-in kubelet.
 """
 
 import contextlib
@@ -61,8 +63,10 @@ class Scene:
         self.api, self.kubelet, self.ports = stage.api, stage.kubelet, stage.ports
         self.job: Dict | None = None
         """As last heard; None: there is none."""
-        self.conditions: set[tuple[str, str, str]] = set()
-        """(type, status, reason) of all that were heard."""
+        self.conditions: dict[tuple[str, str, str], Dict] = {}
+        """(type, status, reason) of all that were heard → each as last told."""
+        self._statuses: list[Dict] = [{}]
+        """All that were heard; empty: there was no job, or nothing told of it."""
         self._changed = threading.Condition()
         self.report(phase="starting", step=0)
 
@@ -72,7 +76,8 @@ class Scene:
         with self._changed:
             self.job = job
             for entry in (job or {}).get("status", {}).get("conditions", ()):
-                self.conditions.add((entry["type"], entry["status"], entry["reason"]))
+                self.conditions[entry["type"], entry["status"], entry["reason"]] = entry
+            self._statuses.append(self.status)
             self._changed.notify_all()
 
     @property
@@ -80,7 +85,7 @@ class Scene:
         return (self.job or {}).get("status", {})
 
     def condition(self, kind: str) -> Dict:
-        return next((each for each in self.status.get("conditions", ()) if each["type"] == kind), {})
+        return condition(self.status, kind)
 
     def create(self, **spec: Any) -> Dict:
         return self.api.create(rljob(NAME, self.namespace, **spec), fieldValidation="Strict")
@@ -102,23 +107,44 @@ class Scene:
         self.api.patch("RLJob", NAME, self.namespace, {"metadata": {"annotations": touched}})
 
     def until(self, holds: Callable[[Dict], Any], what: str, limit_s: float = LIMIT_S) -> Dict:
-        """The status once it `holds`. Raises TimeoutError naming `what`."""
+        """The first status that `holds`, of the present one and those to come. Raises TimeoutError naming `what`."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self.status and holds(self.status), limit_s):
-                told = [(each["type"], each["status"], each["reason"]) for each in self.status.get("conditions", ())]
-                attempt = self.status.get("attempt")
-                raise TimeoutError(f"{self.namespace}: not within {limit_s:.0f} s: {what}; {attempt} {told}")
-            return self.status
+            unread = len(self._statuses) - 1
 
-    def until_told(self, kind: str, reason: str, status: str | None = None, limit_s: float = LIMIT_S) -> Dict:
-        """The condition once it has this reason."""
+            def found() -> Dict | None:
+                nonlocal unread
+                while unread < len(self._statuses):
+                    told, unread = self._statuses[unread], unread + 1
+                    if told and holds(told):
+                        return told
+                return None
 
-        def holds(_: Dict) -> bool:
-            found = self.condition(kind)
-            return bool(found.get("reason") == reason and status in (None, found["status"]))
+            return self._wait_for(found, what, limit_s)
 
-        self.until(holds, f"{kind} is {reason}", limit_s)
-        return self.condition(kind)
+    def _wait_for(self, found: Callable[[], Dict | None], what: str, limit_s: float) -> Dict:
+        if (told := self._changed.wait_for(found, limit_s)) is None:
+            now = [(each["type"], each["status"], each["reason"]) for each in self.status.get("conditions", ())]
+            raise TimeoutError(
+                f"{self.namespace}: not within {limit_s:.0f} s: {what}; {self.status.get('attempt')} {now}"
+            )
+        return told
+
+    def until_told(
+        self, kind: str, reason: str, status: str | None = None, limit_s: float = LIMIT_S, said: str = ""
+    ) -> Dict:
+        """The condition once it has this reason, and `said` in its message: it does, or will."""
+
+        def holds(told: Dict) -> bool:
+            found = condition(told, kind)
+            is_it = found.get("reason") == reason and status in (None, found["status"])
+            return is_it and said in found.get("message", "")
+
+        return condition(self.until(holds, f"{kind} is {reason}", limit_s), kind)
+
+    def until_heard(self, kind: str, reason: str, status: str) -> Dict:
+        """The condition as it was told with this reason: it was, is or will be. For what may be over at any moment."""
+        with self._changed:
+            return self._wait_for(lambda: self.conditions.get((kind, status, reason)), f"{kind} was {reason}", LIMIT_S)
 
     def until_seen(self) -> None:
         """The operator has acted on the newest edit."""
@@ -221,6 +247,10 @@ class Scene:
         self.until_asked(attempt)
         self.end_trainer(STOPPED, attempt)
         self.until_told("Suspended", "Suspended", "True")
+
+
+def condition(status: Dict, kind: str) -> Dict:
+    return next((each for each in status.get("conditions", ()) if each["type"] == kind), {})
 
 
 def ago(seconds: float) -> str:

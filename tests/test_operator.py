@@ -198,7 +198,7 @@ def test_a_restart_with_fifty_idle_jobs_writes_nothing(
     quiet(control_plane)
     first.stop()
     mark, second = control_plane.mark(), start()
-    until(lambda: second.metrics()['miles_reconciles_total{result="ok"}'] >= 50, "every job was looked at", 40)
+    until(lambda: second.metrics()['miles_reconciles_total{result="ok"}'] >= 50, "every job was looked at")
     quiet(control_plane)
     assert writes(control_plane, mark) == []
 
@@ -258,11 +258,11 @@ def test_what_rank_0_reports_is_in_the_status(
     report = {"phase": "training", "step": 0, "total_steps": 100, "version": [0, 0]}
     ports.reports[namespace] = report
     api.create(rljob("sums", namespace))
-    until(lambda: status(api, namespace, "sums").get("trainer", {}).get("ready") == 1, "the trainer is ready", 40)
+    until(lambda: status(api, namespace, "sums").get("trainer", {}).get("ready") == 1, "the trainer is ready")
     time.sleep(1.1)  # times in the status have whole seconds, and a step counts if it is later than its attempt
     ports.reports[namespace] = report | {"step": 12, "version": [0, 12]}
-    until(lambda: status(api, namespace, "sums").get("training", {}).get("step") == 12, "the step is told", 40)
-    until(lambda: reason(api, namespace, "sums") == "Training", "the job counts as training", 40)
+    until(lambda: status(api, namespace, "sums").get("training", {}).get("step") == 12, "the step is told")
+    until(lambda: reason(api, namespace, "sums") == "Training", "the job counts as training")
 
 
 def test_a_suspended_trainer_is_asked_to_pause_with_the_token_of_its_secret(
@@ -272,7 +272,7 @@ def test_a_suspended_trainer_is_asked_to_pause_with_the_token_of_its_secret(
     api.create(rljob("sums", namespace))
     running(api, namespace)
     api.patch("RLJob", "sums", namespace, {"spec": {"suspend": True}})
-    until(lambda: ports.pauses, "rank 0 is asked to pause", 20)
+    until(lambda: ports.pauses, "rank 0 is asked to pause")
     place, authorization = ports.pauses[0]
     assert place.startswith(f"{namespace}/sums-trainer-0-0-")
     (secret,) = api.list("Secret", namespace, labels=MANAGED)
@@ -301,7 +301,7 @@ def test_a_name_that_somebody_else_holds_is_told_not_taken(
     theirs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "sums-config"}, "data": {"theirs": "1"}}
     api.create(theirs, namespace)
     api.create(rljob("sums", namespace))
-    until(lambda: reason(api, namespace, "sums") == "NameConflict", "the conflict is told", 20)
+    until(lambda: reason(api, namespace, "sums") == "NameConflict", "the conflict is told")
     found = api.get("ConfigMap", "sums-config", namespace)
     assert found["data"] == {"theirs": "1"}
     assert "ownerReferences" not in found["metadata"]
@@ -337,8 +337,11 @@ def test_metrics_tell_what_there_is_and_the_log_is_json(
     api.create(rljob("sums", namespace))
     running(api, namespace)
     metrics = operator.metrics()
-    phase = status(api, namespace, "sums")["phase"]
-    until(lambda: operator.metrics().get(f'miles_jobs{{phase="{phase}"}}') == 1, "the job is counted")
+
+    def counted() -> float | None:
+        return operator.metrics().get(f'miles_jobs{{phase="{status(api, namespace, "sums")["phase"]}"}}')
+
+    until(lambda: counted() == 1, "the job is counted")
     assert metrics["miles_reconcile_seconds_count"] >= 1
     for kind in (*CHILDREN, "Pod", "Event"):
         assert f'miles_watch_age_seconds{{kind="{kind} in {namespace}"}}' in metrics
@@ -354,7 +357,7 @@ def test_a_replica_that_was_frozen_and_lost_its_lease_stands_by_again(
     first.process.send_signal(signal.SIGSTOP)
     second.wait_until_leading(20)
     first.process.send_signal(signal.SIGCONT)
-    until(lambda: first.metrics().get("miles_leading") == 0, "the first has stepped down", 20)
+    until(lambda: first.metrics().get("miles_leading") == 0, "the first has stepped down")
     api.create(rljob("sums", namespace))
     running(api, namespace)
     second.kill()

@@ -4,11 +4,11 @@ import datetime
 from typing import Any
 
 from tests import podstatus
-from tests.kubeapi import Dict
+from tests.kubeapi import Dict, until
 from tests.kubelet import evict
 from tests.operator_cases import add, case, life
 from tests.podstatus import Outcome
-from tests.stage import Scene
+from tests.stage import LIMIT_S, Scene
 
 FAILS = "A container of the trainer fails"
 DISRUPTED = "A pod of the trainer is evicted, deleted or lost with its node"
@@ -26,7 +26,7 @@ def fails(scene: Scene, outcome: Outcome, cause: str, nodes: int) -> None:
     attempt = scene.until_attempt(1)
     assert (attempt["cause"], scene.status["restarts"]) == ("Failure", 1)
     assert cause in attempt["message"], attempt
-    scene.until_told("Ready", "BackOff", "False")
+    scene.until_heard("Ready", "BackOff", "False")
     began = scene.until_trainer(1)["metadata"]["creationTimestamp"]
     assert moment(began) >= moment(attempt["notBefore"])
     assert scene.names("Job") == {("Job", "sums-trainer-1")}
@@ -115,7 +115,7 @@ def is_disrupted(scene: Scene, nodes: int, disrupt: Any) -> None:
     assert attempt["cause"] == "Disruption", attempt
     assert (scene.status["restarts"], scene.status["disruptions"]) == (0, 1)
     assert (moment(attempt["notBefore"]) - moment(attempt["time"])).total_seconds() == 10
-    scene.until_told("Ready", "Preempted", "False")
+    scene.until_heard("Ready", "Preempted", "False")
     scene.until_ready(1)
 
 
@@ -174,7 +174,7 @@ def begins_again(scene: Scene, propagation: str) -> None:
         return [owner["uid"] for pod in pods for owner in pod["metadata"].get("ownerReferences", ())]
 
     # The status of before may still stand, and the first pod still go.
-    scene.until(lambda told: told["trainer"]["ready"] == 1 and owners() == [second], "its pod runs, alone")
+    until(lambda: owners() == [second] and scene.status["trainer"]["ready"] == 1, "its pod runs, alone", LIMIT_S)
     assert (scene.status["attempt"]["number"], scene.status["restarts"], scene.status["disruptions"]) == (0, 0, 0)
 
 

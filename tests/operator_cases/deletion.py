@@ -51,7 +51,7 @@ def editing(scene: Scene) -> None:
 def waiting_to_start_again(scene: Scene) -> None:
     running(scene)
     scene.end_trainer(podstatus.fails(1, "broken"))
-    scene.until_told("Ready", "BackOff")
+    scene.until_heard("Ready", "BackOff", "False")
 
 
 def complete(scene: Scene) -> None:

@@ -53,12 +53,14 @@ def a_trainer_of_two_nodes_gets_a_pod_for_each(scene: Scene) -> None:
 
 @case(life("The job is created"))
 def a_reward_model_gets_a_server_and_generating_waits_for_it(scene: Scene) -> None:
-    scene.script(podstatus.runs(ready_s=4), "reward-helpful")
+    scene.script(podstatus.never_ready(), "reward-helpful")
     scene.create(rewards=[REWARD])
     scene.until_child("Deployment", "reward-helpful", lambda child: child["spec"]["replicas"] == 1, "a server")
     scene.until_child("Service", "reward-helpful", lambda child: True, "its address")
+    scene.until(lambda told: told["rollout"]["summary"] == "1/1", "the worker is ready")
+    assert scene.condition("RolloutReady")["reason"] == "WaitingForPods"
+    scene.script(podstatus.runs(), "reward-helpful")
     scene.until_told("RolloutReady", "PodsReady", "True")
-    assert ("RolloutReady", "False", "WaitingForPods") in scene.conditions
 
 
 @case(life("It is created with `suspend: true`"))
@@ -140,7 +142,7 @@ def workers_are_lost_while_one_is_left(scene: Scene) -> None:
     scene.create(rollout={"replicas": 2})
     scene.train()
     scene.script(podstatus.fails(1, "no device"), "rollout", times=1)
-    assert "no device" in scene.until_told("RolloutReady", "RolloutUnavailable", "False")["message"]
+    scene.until_told("RolloutReady", "RolloutUnavailable", "False", said="no device")
     assert (scene.condition("Ready")["status"], scene.condition("Failed")["status"]) == ("True", "False")
     for pod in scene.pods(component="rollout"):
         if not is_ready(pod):
@@ -217,7 +219,7 @@ def a_trainer_that_does_not_run_yet_is_removed_at_once(scene: Scene) -> None:
     scene.create()
     scene.until_told("TrainerReady", "ImagePullFailed")
     scene.edit(suspend=True)
-    scene.until_told("Suspended", "Suspended", "True", limit_s=25)
+    scene.until_told("Suspended", "Suspended", "True", limit_s=50)
 
 
 @case(life("`spec.suspend` becomes false"))
