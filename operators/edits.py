@@ -6,6 +6,7 @@ has a rule for each of them.
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Literal
 
 from operators import schema
@@ -56,6 +57,11 @@ TABLE: dict[str, tuple[Effect, str]] = {
     "spec.runPolicy": (LIVE, "limits hold at once, counted from the times in the status"),
 }
 """Field → what a change of it does while the job runs, and why."""
+COUNTS = (
+    *("spec.suspend", "spec.rollout.replicas", "spec.rollout.autoscale", "spec.rewards.model.replicas"),
+    "spec.runPolicy",
+)
+"""Rows that say how many pods there are, and for how long."""
 
 
 def effect(path: schema.Path) -> Effect | None:
@@ -66,19 +72,31 @@ def effect(path: schema.Path) -> Effect | None:
 
 def row(path: schema.Path) -> tuple[Effect, str] | None:
     """The row that counts for the field: the longest that it is or lies below."""
+    field = _row_of(path)
+    return TABLE[field] if field else None
+
+
+def _row_of(path: schema.Path) -> str | None:
     names = [step for step in path if isinstance(step, str)]
-    rows = (TABLE.get(".".join(names[:length])) for length in range(len(names), 1, -1))
-    return next((found for found in rows if found is not None), None)
+    rows = (".".join(names[:length]) for length in range(len(names), 1, -1))
+    return next((field for field in rows if field in TABLE), None)
 
 
 def digest(job: RLJob) -> str:
-    """Of all that an attempt of the trainer cannot take on while it runs. Fields with their defaults do not count, so
-    that a release with new fields starts no new attempts."""
+    """Of all that an attempt of the trainer cannot take on while it runs."""
+    return _digest(job, lambda path: effect(path) in (ATTEMPT, SUSPENDED))
+
+
+def asked(job: RLJob) -> str:
+    """Digest of all that says what a job's pods are, but not how many."""
+    return _digest(job, lambda path: _row_of(path) not in (None, *COUNTS))
+
+
+def _digest(job: RLJob, counts: Callable[[schema.Path], bool]) -> str:
+    """Fields with their defaults do not count, so that a release with new fields changes nothing of a running job."""
     values = schema.set_values(job.model_dump(by_alias=True), schema.tree())
     counted = [
-        [schema.dotted(path), None if _has_parts(node) else value]
-        for path, value, node in values
-        if effect(path) in (ATTEMPT, SUSPENDED)
+        [schema.dotted(path), None if _has_parts(node) else value] for path, value, node in values if counts(path)
     ]
     return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -13,7 +13,20 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from operators import attempts, autoscale, causes, children, conditions, drift, edits, health, manifest, training
+from operators import (
+    attempts,
+    autoscale,
+    causes,
+    children,
+    conditions,
+    drift,
+    edits,
+    health,
+    manifest,
+    rendition,
+    schema,
+    training,
+)
 from operators.attempts import Decision
 from operators.causes import is_true
 from operators.conditions import Fact, Facts, timestamp
@@ -58,8 +71,11 @@ def reconcile(observed: Observed, now: datetime.datetime, platform: Platform) ->
 
 @functools.lru_cache(REMEMBERED)
 def _parsed(written: str) -> tuple[RLJob, str]:
-    """(the job, the digest of what an attempt runs). Raises ValueError with all that is wrong with it as one line."""
-    job, faults = manifest.check(json.loads(written))
+    """(the job, the digest of what an attempt runs). Raises ValueError with all that is wrong with it as one line.
+
+    A field that the API server keeps and this operator does not know is a later release's, whose definition is applied
+    before its operator, and fills in the field's default in every job."""
+    job, faults = manifest.check(schema.known(json.loads(written), schema.tree()))
     if job is None:
         raise ValueError("; ".join(map(str, faults)))
     return job, edits.digest(job)
@@ -70,6 +86,7 @@ def _rendered(written: str, replicas: int, attempt: int, platform: Platform, ove
     """The children of an attempt, with so many workers, compressed, which takes a tenth of the memory; of a job that is
     over, without pods. Raises ValueError for what no cluster can serve."""
     job, edition = _parsed(written)
+    asked = edits.asked(job)
     rollout = job.spec.rollout.model_copy(update={"replicas": replicas})
     changes = {"rollout": rollout, "suspend": over or job.spec.suspend}
     job = job.model_copy(update={"spec": job.spec.model_copy(update=changes)})
@@ -77,7 +94,7 @@ def _rendered(written: str, replicas: int, attempt: int, platform: Platform, ove
     for child in found:
         if child["kind"] == "Job":
             child["metadata"]["annotations"] = {EDITION: edition}
-    return zlib.compress(marshal.dumps([drift.marked(child) for child in found]))
+    return zlib.compress(marshal.dumps([drift.marked(rendition.signed(child, asked, attempt)) for child in found]))
 
 
 # A job at work
@@ -133,8 +150,11 @@ def _to_apply(here: Situation, wanted: Sequence[Child], begin: bool) -> list[Chi
     for child in wanted:
         if child["kind"] == "Job":
             found += [child] if begin else []
-        elif key(child) not in live or drift.differs(live[key(child)], child):
+        elif key(child) not in live:
             found.append(child)
+        else:
+            settled = rendition.settled(child, live[key(child)])
+            found += [settled] if settled is not None and drift.differs(live[key(child)], settled) else []
     return found
 
 

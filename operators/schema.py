@@ -106,6 +106,15 @@ def unknown(value: Any, node: Node, path: Path = ()) -> Iterator[tuple[Path, Nod
             yield from unknown(item, node["items"], (*path, number))
 
 
+def known(value: Any, node: Node) -> Any:
+    """The value without the keys that its objects do not have."""
+    if isinstance(value, dict) and "properties" in node:
+        return {key: known(item, node["properties"][key]) for key, item in value.items() if key in node["properties"]}
+    if isinstance(value, list) and "items" in node:
+        return [known(item, node["items"]) for item in value]
+    return value
+
+
 def dotted(path: Path) -> str:
     """spec.data.sets[0].uri; a key that is no plain word stands in brackets."""
     parts = []

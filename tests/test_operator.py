@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests import replica
+from tests import podstatus, replica
 from tests.controlplane import ControlPlane, Request
 from tests.kubeapi import Api, path, until
 from tests.kubelet import Kubelet
@@ -35,8 +35,8 @@ def start(
     """Starts a replica for the test's namespace; those that still run are stopped afterwards."""
     started: list[Replica] = []
 
-    def start(wait: bool = True) -> Replica:
-        arguments = [f"--namespace={namespace}", f"--status-url={ports.url}", "--log-level=debug"]
+    def start(*more: str, wait: bool = True) -> Replica:
+        arguments = [f"--namespace={namespace}", f"--status-url={ports.url}", "--log-level=debug", *more]
         started.append(Replica(operator_account, tmp_path, f"replica-{len(started)}", arguments))
         if wait:
             started[-1].wait_until_leading()
@@ -201,6 +201,34 @@ def test_a_restart_with_fifty_idle_jobs_writes_nothing(
     until(lambda: second.metrics()['miles_reconciles_total{result="ok"}'] >= 50, "every job was looked at")
     quiet(control_plane)
     assert writes(control_plane, mark) == []
+
+
+def images(pods: list[dict]) -> set[str]:
+    return {container["image"] for pod in pods for container in pod["spec"]["containers"]}
+
+
+def test_an_upgrade_replaces_no_pod_and_the_next_attempt_takes_it_on(
+    control_plane: ControlPlane, api: Api, namespace: str, kubelet: Kubelet, start: Start
+) -> None:
+    first = start()
+    api.create(rljob("sums", namespace))
+    running(api, namespace)
+    quiet(control_plane)
+    first.stop()
+    before = {pod["metadata"]["uid"] for pod in api.list("Pod", namespace)}
+    old = images(api.list("Pod", namespace))
+    mark = control_plane.mark()
+    second = start("--image=registry/miles:2", "--gpu-image=registry/miles:2-gpu")
+    until(lambda: second.metrics()['miles_reconciles_total{result="ok"}'] >= 1, "the job was looked at")
+    quiet(control_plane)
+    assert writes(control_plane, mark) == []
+    api.patch("RLJob", "sums", namespace, {"spec": {"rollout": {"replicas": 2}}})
+    until(lambda: len(api.list("Pod", namespace)) == 3, "a worker is added")
+    assert before < {pod["metadata"]["uid"] for pod in api.list("Pod", namespace)}
+    assert images(api.list("Pod", namespace)) == old
+    kubelet.script(podstatus.fails(1, "broken"), namespace, {}, "sums-trainer-0-*")
+    until(lambda: api.find("Job", "sums-trainer-1", namespace), "the next attempt begins")
+    until(lambda: images(api.list("Pod", namespace)) == {"registry/miles:2"}, "all pods are of the new release")
 
 
 def test_of_two_replicas_one_acts_and_the_other_is_ready_to(

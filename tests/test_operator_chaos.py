@@ -21,7 +21,7 @@ FIRST = int(os.environ.get("CHAOS_FIRST_SEED", "0"))
 SEEDS = int(os.environ.get("CHAOS_SERVER_SEEDS", "3"))
 AT_ONCE = 6
 World = Callable[[int], contextlib.AbstractAsyncContextManager[Server]]
-MOMENTS = 24
+MOMENTS = 28
 """More than there are before and after the writes between a failure and the next attempt."""
 
 

@@ -336,7 +336,6 @@ INVALID = {
         "no column reword",
     ),
     "no cluster": ({"store": {"uri": "file:///tmp/store"}}, "pods share no folder"),
-    "unknown field": ({"colour": "red"}, "colour"),
 }
 
 
