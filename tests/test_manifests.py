@@ -181,6 +181,17 @@ def test_argo_cd_installs_the_crd_before_the_operator_and_both_before_jobs():
         assert binding["metadata"]["annotations"] == waves["operator"]
 
 
+def test_argo_cd_removes_the_crd_neither_by_pruning_nor_with_its_application():
+    """Whichever folder an Application installs: each takes the CRD from there."""
+    annotations = yaml.safe_load((FOLDER / "crd/kustomization.yaml").read_text())["commonAnnotations"]
+    options = annotations["argocd.argoproj.io/sync-options"].split(",")
+    assert {"Prune=false", "Delete=false"} <= set(options)
+    assert "../crd" in yaml.safe_load((FOLDER / "base/kustomization.yaml").read_text())["resources"]
+    for overlay in ("cluster", "namespaced", "dev"):
+        resources = yaml.safe_load((FOLDER / "overlays" / overlay / "kustomization.yaml").read_text())["resources"]
+        assert {"../../base", "../cluster"} & set(resources), overlay
+
+
 def test_every_policy_is_bound_and_denies():
     found = documents(FOLDER / "components/tenancy/policy.yaml")
     policies = {each["metadata"]["name"] for each in found if each["kind"] == "ValidatingAdmissionPolicy"}
