@@ -22,7 +22,7 @@ from operators.observed import Object, Observed, Plan
 from operators.queue import WorkQueue
 from operators.resolve import Platform
 from operators.spec import API_VERSION, KIND
-from operators.telemetry import Telemetry
+from operators.telemetry import JobState, Telemetry
 from operators.training import Report, counting
 from operators.watch import KINDS, RETRY_S, follow
 
@@ -50,7 +50,7 @@ class Known(NamedTuple):
 
     version: int
     generation: int
-    phase: str
+    state: JobState
 
 
 class Standing(NamedTuple):
@@ -94,6 +94,7 @@ class Controller:
         """Runs until cancelled. `namespace`: the operator's own."""
         self.health.filling = True
         self.telemetry.leading.set(1)
+        self.telemetry.jobs = lambda: [known.state for known in self.jobs.values()]
         try:
             await self._lead(namespace)
         finally:
@@ -101,6 +102,7 @@ class Controller:
             self.health.stalled_s = lambda: 0.0
             self.health.forget(LEASE)
             self.telemetry.leading.set(0)
+            self.telemetry.jobs = lambda: ()
 
     async def _lead(self, namespace: str) -> None:
         await self._wait_for_definition()
@@ -197,9 +199,7 @@ class Controller:
             return
         self.cluster.cache.put(KIND, {"apiVersion": API_VERSION, "kind": KIND, **job})
         before = self.jobs.get(key)
-        known = Known(
-            int(metadata["resourceVersion"]), metadata.get("generation", 0), job.get("status", {}).get("phase", "")
-        )
+        known = Known(int(metadata["resourceVersion"]), metadata.get("generation", 0), _state(key, job))
         self.jobs[key] = known
         is_echo = before is not None and before.generation == known.generation
         self.queue.add(key, ECHO_S if is_echo else 0.0)
@@ -299,6 +299,12 @@ class Controller:
                     raise ValueError(f"RLJobs cannot be listed; is manifests/crd applied? ({error})") from None
                 logger.warning(f"waits for the definition of RLJobs: {error}")
             await asyncio.sleep(2.0)
+
+
+def _state(key: JobKey, job: Object) -> JobState:
+    status = job.get("status") or {}
+    ready: Object = next((each for each in status.get("conditions", ()) if each["type"] == "Ready"), {})
+    return JobState(*key, status.get("phase", ""), ready.get("status") == "True", ready.get("reason", ""))
 
 
 def _fields(key: JobKey, **more: str) -> dict[str, dict[str, str]]:

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from aiohttp import web
 from prometheus_client import (
@@ -26,14 +27,29 @@ from operators.liveness import Health
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
+OVER = ("Complete", "Failed", "Suspended")
+"""Phases of jobs that are not expected to be Ready."""
+
+
+class JobState(NamedTuple):
+    """What the last status of an RLJob says in short."""
+
+    namespace: str
+    name: str
+    phase: str
+    ready: bool
+    reason: str
+    """Of the condition Ready; empty: nothing is told yet."""
+
+
 class Telemetry(Collector):
     """The metrics, in a registry of their own."""
 
     def __init__(self, health: Health) -> None:
         self.registry = CollectorRegistry()
         self.health = health
-        self.phases: Callable[[], Iterable[str]] = lambda: ()
-        """The phase of each known RLJob."""
+        self.jobs: Callable[[], Iterable[JobState]] = lambda: ()
+        """All that are known, where this replica acts."""
         self.depth: Callable[[], int] = lambda: 0
         """Keys that are due."""
         self.reconciles = Counter(
@@ -67,10 +83,20 @@ class Telemetry(Collector):
         for source, age in self.health.ages().items():
             ages.add_metric([source], age)
         yield ages
+        known = list(self.jobs())
         jobs = GaugeMetricFamily("miles_jobs", "RLJobs by phase", labels=["phase"])
-        for phase, count in collections.Counter(self.phases()).items():
+        for phase, count in collections.Counter(job.phase for job in known).items():
             jobs.add_metric([phase or "Unknown"], count)
         yield jobs
+        ready = GaugeMetricFamily(
+            "miles_job_ready",
+            "1 where the condition Ready of an RLJob is True; of those that are neither over nor suspended",
+            labels=["namespace", "name", "reason"],
+        )
+        for job in known:
+            if job.phase not in OVER:
+                ready.add_metric([job.namespace, job.name, job.reason], job.ready)
+        yield ready
 
 
 @contextlib.asynccontextmanager

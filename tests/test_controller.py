@@ -245,3 +245,17 @@ async def test_what_was_known_of_nodes_stands_until_it_is_known_anew_or_may_not_
     server.refusal = status
     await found._survey()
     assert server.cache.spot_nodes == known
+
+
+async def test_jobs_are_told_by_the_replica_that_leads_and_by_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, told = Server(), []
+    found = controller(server)
+
+    async def lead(namespace: str) -> None:
+        told.extend(found.telemetry.jobs())
+
+    monkeypatch.setattr(found, "_lead", lead)
+    assert not list(found.telemetry.jobs())
+    await found.lead("miles-system")
+    assert told == [("default", "arithmetic", "Running", True, "Training")]
+    assert not list(found.telemetry.jobs())

@@ -1,5 +1,6 @@
 """manifests/: that every file is sound by itself, and in step with the code it installs."""
 
+import json
 import pathlib
 import re
 import sys
@@ -9,8 +10,11 @@ import yaml
 
 from operators import __main__ as operator
 from operators import cluster, containers, election, liveness, telemetry
+from operators.children import children
+from operators.conditions import REASONS
 from operators.resolve import Platform
 from operators.spec.status import PHASES
+from tests.test_tenancy import MARKED_JOB
 
 FOLDER = pathlib.Path(__file__).parent.parent / "manifests"
 FILES = sorted(path for path in FOLDER.rglob("*.yaml") if "samples" not in path.parts)
@@ -153,17 +157,65 @@ def test_status_ports_may_be_asked():
         assert containers.STATUS_PORT in [port["port"] for rule in rules for port in rule["ports"]]
 
 
-def test_every_metric_of_the_alerts_exists():
+def exported() -> set[str]:
+    """The samples of an operator that has jobs in every phase."""
     served = telemetry.Telemetry(liveness.Health())
-    served.phases = lambda: PHASES
+    served.jobs = lambda: [telemetry.JobState("team", phase, phase, False, "Starting") for phase in PHASES]
     served.health.beat("RLJob")
     served.counted("GET", 200)
-    known = {sample.name for family in served.registry.collect() for sample in family.samples}
-    groups = named("components/prometheus/rules.yaml", "PrometheusRule")["spec"]["groups"]
-    for rule in (rule for group in groups for rule in group["rules"]):
-        wanted = set(re.findall(r"miles_\w+", rule["expr"] + rule["annotations"]["description"]))
-        assert {name for name in wanted if not name.endswith("_seconds") or name in known} <= known, rule["alert"]
-        assert all(phase in PHASES for phase in re.findall(r'phase="(\w+)"', rule["expr"]))
+    return {sample.name for family in served.registry.collect() for sample in family.samples}
+
+
+RULES = [rule for group in named("components/prometheus/rules.yaml", "PrometheusRule")["spec"]["groups"]
+         for rule in group["rules"]]  # fmt: skip
+DASHBOARD = json.loads(named("components/prometheus/dashboard.yaml", "ConfigMap")["data"]["miles-operator.json"])
+QUERIES = {rule["alert"]: rule["expr"] for rule in RULES} | {
+    panel["title"]: target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]
+}
+
+
+@pytest.mark.parametrize("expr", QUERIES.values(), ids=QUERIES)
+def test_alerts_and_the_dashboard_ask_for_what_the_operator_exports(expr):
+    assert (asked := set(re.findall(r"(?:miles|process)_\w+", expr)))
+    assert asked <= exported()
+    assert set(re.findall(r'phase="(\w+)"', expr)) <= set(PHASES)
+    (reasons,) = re.findall(r'reason=~"([\w|]+)"', expr) or [""]
+    assert set(filter(None, reasons.split("|"))) <= REASONS.keys()
+
+
+def test_metrics_that_an_alert_tells_to_look_at_exist():
+    names = exported()
+    for rule in RULES:
+        for name in re.findall(r"miles_\w+", rule["annotations"]["description"]):
+            assert {name, f"{name}_count"} & names, rule["alert"]
+
+
+def test_a_job_is_told_ready_or_not_until_it_is_over_or_suspended():
+    served = telemetry.Telemetry(liveness.Health())
+    served.jobs = lambda: [
+        telemetry.JobState("team-a", "sums", "Running", True, "Training"),
+        telemetry.JobState("team-a", "stuck", "Pending", False, "InvalidSpec"),
+        *(telemetry.JobState("team-a", phase, phase, False, phase) for phase in ("Complete", "Failed", "Suspended")),
+    ]
+    (family,) = (each for each in served.registry.collect() if each.name == "miles_job_ready")
+    told = {(sample.labels["name"], sample.labels["reason"]): sample.value for sample in family.samples}
+    assert told == {("sums", "Training"): 1, ("stuck", "InvalidSpec"): 0}
+
+
+def test_prometheus_reads_the_ports_that_pods_of_jobs_serve():
+    monitor = named("components/prometheus/monitor.yaml", "PodMonitor")["spec"]
+    platform = Platform(service_accounts=("allowed-account",))
+    made = children(MARKED_JOB, run_id="run", platform=platform)
+    (rule,) = monitor["podMetricsEndpoints"][0]["relabelings"]
+    assert rule["sourceLabels"][0] == "__meta_kubernetes_pod_label_miles_dev_component"
+    for template in (child["spec"]["template"] for child in made if child["kind"] in ("Deployment", "Job")):
+        labels = template["metadata"]["labels"]
+        assert monitor["selector"]["matchLabels"].items() <= labels.items()
+        ports = {port["name"] for each in template["spec"]["containers"] for port in each.get("ports", ())}
+        part = labels["miles.dev/component"]
+        read = {index for index in ("", "0", "1") if re.fullmatch(rule["regex"], f"{part};{index}")}
+        assert read == {"trainer": {"0"}, "rollout": {""}}.get(part, set())
+        assert not read or monitor["podMetricsEndpoints"][0]["port"] in ports
 
 
 def test_argo_cd_installs_the_crd_before_the_operator_and_both_before_jobs():

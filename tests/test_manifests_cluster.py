@@ -15,6 +15,7 @@ FOLDER = pathlib.Path(__file__).parent.parent / "manifests"
 COMPONENTS = ("tenancy", "prometheus")
 FOREIGN = {
     "prometheusrules.monitoring.coreos.com": "PrometheusRule",
+    "podmonitors.monitoring.coreos.com": "PodMonitor",
     "servicemonitors.monitoring.coreos.com": "ServiceMonitor",
     "applications.argoproj.io": "Application",
 }
@@ -123,7 +124,8 @@ def test_settings_of_a_users_own_overlay_reach_the_operator(plane, tmp_path):
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(own))
     found = list(yaml.safe_load_all(silently(plane.kubectl("kustomize", str(folder)))))
     (deployment,) = (each for each in found if each["kind"] == "Deployment")
-    (settings,) = (each for each in found if each["kind"] == "ConfigMap")
+    configurations = [each for each in found if each["kind"] == "ConfigMap"]
+    (settings,) = (each for each in configurations if each["metadata"]["name"].startswith("miles-settings"))
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["image"] == "registry.example/op:2"
     assert settings["data"]["image"] == "registry.example/m:2"
