@@ -2,6 +2,8 @@
 
 import datetime
 import json
+import re
+import socket
 import stat
 
 import pytest
@@ -238,6 +240,21 @@ def test_a_suspended_job_shows_how_long_it_has_been_so_and_not_since_when_it_run
     assert status.screen(suspended, [], NOW).splitlines()[0] == "math-7b  Suspended for 2m 0s"
     passing = job({"Suspended": ("False", "NotSuspended", "")}, phase="Suspending", startTime=ago(hours=7))
     assert status.screen(passing, [], NOW).splitlines()[0] == "math-7b  Suspending"
+
+
+@pytest.mark.parametrize("phase", ["Starting", "Pending"])
+def test_a_job_that_starts_again_shows_how_long_this_attempt_has(phase):
+    given = job({"Ready": ("False", "Starting", "")}, phase=phase, startTime=ago(hours=7))
+    assert status.screen(given, [], NOW).startswith(f"math-7b  {phase} for 7h 0m")
+    given["status"]["attempt"] = {"number": 1, "cause": "Resumed", "time": ago(minutes=2)}
+    assert status.screen(given, [], NOW).startswith(f"math-7b  {phase} for 2m 0s")
+
+
+@pytest.mark.parametrize("end", ["Complete", "Failed"])
+def test_of_a_job_that_is_over_no_trainer_is_missed(end):
+    told = {"trainer": {"desired": 2, "ready": 0}, "lastCheckpoint": {"step": 9, "time": ago(minutes=6)}}
+    given = job({end: ("True", end, "")}, phase=end, completionTime=ago(minutes=1), **told)
+    assert "trainer  checkpoint s9, 6m 0s ago · restarts 0 of 3" in status.screen(given, [], NOW).splitlines()
 
 
 def test_a_job_that_is_deleted_says_so():
@@ -567,6 +584,45 @@ def test_keys_that_may_not_be_read_are_asked_for(fake):
     given = job(spec={"store": {"uri": "s3://b", "secretRef": {"name": "k"}}})
     with pytest.raises(kubectl.Refused, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
         reports.environment(given, kubectl.Kubectl(), {}, None)
+
+
+UNREACHED = {
+    "http://s3.storage:8333": "kubectl port-forward -n storage service/s3 8333, and beside that --endpoint http://localhost:8333",
+    "http://s3.storage.svc.cluster.local": "port-forward -n storage service/s3 80,",
+    "https://s3": "port-forward -n team-a service/s3 443, and beside that --endpoint https://localhost:443",
+    "https://s3.eu.example.org": "give --endpoint URL",
+    "http://a:b": "is no address",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("url", "remedy"), UNREACHED.items(), ids=UNREACHED)
+def test_a_store_that_does_not_answer_is_told_at_once_with_what_to_do(url, remedy, monkeypatch):
+    def refuse(address, limit_s):
+        assert 0 < limit_s <= 5
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(kubectl.Refused, match=re.escape(remedy)):
+        reports.reach({"AWS_ENDPOINT_URL_S3": url}, "team-a")
+
+
+def test_behind_a_proxy_and_without_an_endpoint_the_store_is_asked_by_its_own_client_alone(monkeypatch):
+    monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("it was asked"))
+    reports.reach({}, "team-a")
+    reports.reach({"AWS_ENDPOINT_URL_S3": "https://s3.example.org", "HTTPS_PROXY": "http://proxy:3128"}, "team-a")
+
+
+def test_a_store_that_takes_connections_is_read():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reports.reach({"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{server.getsockname()[1]}"}, "team-a")
+
+
+def test_a_report_waits_for_no_store_that_is_not_there(fake, capsys):
+    fake.answer("get", job({}, spec={"store": {"uri": "s3://b", "endpoint": "http://127.0.0.1:1"}}))
+    assert command.main(["report", "math-7b"]) == 2
+    said = capsys.readouterr().err
+    assert "the store does not answer at http://127.0.0.1:1 (Connection refused); " in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("reason", conditions.REASONS)

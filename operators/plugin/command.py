@@ -137,13 +137,10 @@ def report(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     job, kubectl = _job(options)
     environment = reports.environment(job, kubectl, os.environ, options.endpoint)
+    reports.reach(environment, job["metadata"]["namespace"])
     output = options.output or f"{options.name}.html"
     command = [sys.executable, "-m", "pipeline.report", status.store_uri(job), "--output", output]
-    code = subprocess.run(command, env=environment, check=False).returncode
-    if code and not options.endpoint and job["spec"]["store"].get("endpoint"):
-        hint = "where spec.store.endpoint answers pods alone, give --endpoint URL, such as a port-forward's"
-        print(f"kubectl miles report: {hint}", file=sys.stderr)
-    return code
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def top(arguments: list[str]) -> int:

@@ -23,6 +23,9 @@ from operators.plugin.trouble import holds, moment, seconds_since
 Object = Mapping[str, Any]
 IN_PASSING = ("Suspending", "Restarting")
 """Phases whose beginning the status does not tell: the time since the job's start would be taken for it."""
+BEFORE_STEPS = ("Pending", "Starting")
+"""Phases that each attempt begins with."""
+OVER = ("Complete", "Failed")
 MOST_PODS = 3
 """Pods of a component that are told of, once they are not ready."""
 LONGEST = 400
@@ -55,6 +58,8 @@ def headline(job: Object, now: datetime.datetime, what: str | None = None) -> st
         since = None
     elif phase(job) == "Suspended":
         since = seconds_since(trouble.conditions(job).get("Suspended", {}).get("lastTransitionTime"), now)
+    elif phase(job) in BEFORE_STEPS and status.get("attempt", {}).get("number"):
+        since = seconds_since(status["attempt"].get("time"), now)
     else:
         since = seconds_since(began or job["metadata"].get("creationTimestamp"), moment(ended) or now)
     lasting = "after" if ended else "for"
@@ -152,8 +157,12 @@ def rollout(job: Object, pods: Sequence[Object] | None) -> str | None:
 
 
 def trainer(job: Object, pods: Sequence[Object] | None, now: datetime.datetime) -> str | None:
+    """Of a job that is over no pod of the trainer is wanted any longer."""
     found = component(job, "trainer", pods)
-    return found and " · ".join([found, *checkpoint_and_restarts(job, now)])
+    if found is None:
+        return None
+    ready = [] if phase(job) in OVER else [found]
+    return " · ".join([*ready, *checkpoint_and_restarts(job, now)])
 
 
 def doings(pods: Sequence[Object]) -> list[str]:
