@@ -120,13 +120,13 @@ def _rollout(here: Situation, status: RLJobStatus) -> Fact:
     if here.job.spec.rollout.replicas == 0:
         return Fact("False", "ScaledToZero", "spec.rollout.replicas is 0: nothing is generated")
     lacking = [found for found in _workloads(here) if found is None or not _complete(found)]
-    if not lacking:
+    if not lacking and not _is_growing(here):
         return Fact("True", "PodsReady")
     cause = _missing(here, [found for found in lacking if found is not None])
     if not _generating(here):
         lost = _was_generating(here, status)
         return Fact.of(False, cause or Cause("RolloutUnavailable" if lost else "WaitingForPods", "no worker is ready"))
-    if cause is None and any(found is not None and _rolling(found) for found in lacking):
+    if cause is None and _moving(here, status, lacking):
         return Fact("False", "RollingOut", "workers are being replaced or added")
     text = f"{status.rollout.ready} of {status.rollout.desired} workers are ready"
     if cause is None and not _was_generating(here, status):
@@ -159,8 +159,25 @@ def _generating(here: Situation) -> bool:
 
 
 def _was_generating(here: Situation, status: RLJobStatus) -> bool:
+    return has_stepped(status) or _was(here, "RolloutUnavailable")
+
+
+def _moving(here: Situation, status: RLJobStatus, lacking: Sequence[Object | None]) -> bool:
+    """Workers are added, or replace others: until all are ready, or one of them is in trouble."""
+    begun = _is_growing(here) or any(found is not None and _rolling(found) for found in lacking)
+    return begun or (_was(here, "RollingOut") and _was_generating(here, status))
+
+
+def _was(here: Situation, reason: str) -> bool:
+    """Whether that was the reason of RolloutReady."""
     before = find(here.status.conditions, "RolloutReady")
-    return has_stepped(status) or (before is not None and before.reason == "RolloutUnavailable")
+    return before is not None and before.reason == reason
+
+
+def _is_growing(here: Situation) -> bool:
+    """More workers are wanted than the Deployment, as observed, knows of."""
+    found, *_ = _workloads(here)
+    return found is not None and found["spec"].get("replicas", 1) < here.job.spec.rollout.replicas
 
 
 def _ready(here: Situation, name: str) -> int:

@@ -859,6 +859,26 @@ def test_workers_that_are_lost_while_training_goes_on_leave_it_ready():
     assert story.condition("Failed")[0] == "False"
 
 
+def test_workers_that_are_added_are_no_trouble_before_they_are_ready(story):
+    story.edit(rollout={"replicas": 3})
+    story.look()
+    assert story.condition("RolloutReady") == ("False", "RollingOut")
+    story.run_workers(1)
+    story.workers()["status"] |= {"updatedReplicas": 3}
+    for _ in range(3):
+        story.look(10)
+        assert story.condition("RolloutReady") == ("False", "RollingOut")
+        assert story.condition("Ready")[0] == "True"
+    story.run_workers(3)
+    story.look(10)
+    assert story.condition("RolloutReady") == ("True", "PodsReady")
+    story.run_workers(2)
+    story.workers()["status"] |= {"updatedReplicas": 3}
+    story.look(10)
+    assert story.condition("RolloutReady") == ("False", "RolloutUnavailable")
+    assert [reason for kind, reason in story.told if kind == "Warning"] == ["RolloutUnavailable"]
+
+
 def test_workers_on_nodes_that_the_cloud_may_take_away_are_counted_where_such_nodes_are_known():
     story = training(rollout={"replicas": 3})
     ready = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}

@@ -65,6 +65,23 @@ def workers_are_replaced_one_by_one(scene: Scene) -> None:
     scene.until_told("RolloutReady", "PodsReady", "True")
 
 
+@case(reason("RollingOut"))
+def workers_that_are_added_are_no_trouble(scene: Scene) -> None:
+    scene.create()
+    scene.train()
+    scene.script(podstatus.never_ready(), "rollout", only_new=True)
+    scene.edit(rollout={"replicas": 3})
+    scene.until_told("RolloutReady", "RollingOut", "False")
+    scene.until_child("Deployment", "rollout", lambda child: child["status"].get("updatedReplicas") == 3, "3 pods")
+    for _ in range(3):
+        scene.look()
+        time.sleep(1.2)
+    scene.script(podstatus.runs(), "rollout")
+    scene.until_told("RolloutReady", "PodsReady", "True")
+    assert ("RolloutReady", "False", "RolloutUnavailable") not in scene.conditions
+    assert "RolloutUnavailable" not in scene.events()
+
+
 @case(reason("Restarting", "Editing"))
 def an_edit_checkpoints_and_restarts(scene: Scene) -> None:
     scene.create()
