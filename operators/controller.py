@@ -88,7 +88,6 @@ class Controller:
         self._standing: dict[JobKey, Standing] = {}
         health.stalled_s = self.queue.stalled_s
         telemetry.depth = self.queue.depth
-        telemetry.phases = lambda: [known.phase for known in self.jobs.values()]
 
     async def lead(self, namespace: str) -> None:
         """Runs until cancelled. `namespace`: the operator's own."""
@@ -290,6 +289,7 @@ class Controller:
     async def _wait_for_definition(self, limit_s: float = START_LIMIT_S) -> None:
         """Raises ValueError where the cluster does not learn what an RLJob is in time."""
         deadline = asyncio.get_running_loop().time() + limit_s
+        said = ""
         while True:
             try:
                 async for _ in self.cluster.pages(KIND, next(iter(self.namespaces), ""), {}, bare=True):
@@ -297,7 +297,9 @@ class Controller:
             except ApiError as error:
                 if asyncio.get_running_loop().time() > deadline:
                     raise ValueError(f"RLJobs cannot be listed; is manifests/crd applied? ({error})") from None
-                logger.warning(f"waits for the definition of RLJobs: {error}")
+                if str(error) != said:
+                    said = str(error)
+                    logger.warning(f"waits for the definition of RLJobs, manifests/crd: {said}")
             await asyncio.sleep(2.0)
 
 

@@ -71,8 +71,9 @@ async def watch_jobs(
     kopf.on.login(registry=registry)(login)
     kopf.on.event(GROUP, VERSION, "rljobs", registry=registry)(on_event)
 
-    # It warns that signals are not its own to handle.
-    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
+    # They warn that signals are not kopf's own to handle, and tell with tracebacks how it ends, which WatchEnded tells.
+    for part in ("running", "orchestration"):
+        logging.getLogger(f"kopf._core.reactor.{part}").setLevel(logging.CRITICAL)
 
     async def operate() -> None:
         try:
@@ -105,4 +106,4 @@ async def watch_jobs(
 
 def _end(ended: "asyncio.Future[None]", fault: BaseException | None) -> None:
     if not ended.done():
-        ended.set_exception(WatchEnded(f"the watch of RLJobs ended: {fault!r}"))
+        ended.set_exception(WatchEnded(f"the watch of RLJobs ended: {fault or type(fault).__name__}"))

@@ -88,5 +88,10 @@ def test_a_definition_that_is_deleted_takes_the_jobs_with_it_and_is_welcome_back
     plane.api.patch("RLJob", "sums", "default", {"spec": {"rollout": {"replicas": 2}}})
     began = time.monotonic()
     until_scaled(plane, "sums", 2)
+    said = [each for each in operator.said() if each["level"] in ("warning", "error")]
+    assert not [each for each in said if "exception" in each], "a traceback"
+    ended = [each["message"] for each in said if "begun anew" in each["message"]]
+    assert ended == ["the watch of RLJobs ended: 404 page not found; it is begun anew"]
+    assert sum("waits for the definition" in each["message"] for each in said) <= 2
     assert time.monotonic() - began < CHECK_S / 2, "the watch hears again, not only the comparison once a minute"
     assert operator.leads()
