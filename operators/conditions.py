@@ -74,7 +74,7 @@ REASONS: dict[str, Reason] = {
     ),
     "QuotaExceeded": _warning(
         "the namespace's ResourceQuota leaves no room for a pod, or for another of the job's objects",
-        "free some, raise the quota, or ask for less",
+        "free some, raise the quota, or ask for less; kubectl describe quota has the numbers, and it goes on by itself",
     ),
     "CreateFailed": _warning(
         "the API server refuses a pod, or another of the job's objects",
