@@ -97,7 +97,7 @@ test-slow: $(READY) control-plane | $(MODELS) ## tests with real vLLM, torchrun,
 	$(say) "slow tests: exit code $$others · tests on Kubernetes: exit code $$cluster"; \
 	exit $$((others ? others : cluster))
 
-e2e: $(READY) | $(MODELS) ## the whole stack in real pods of a Kubernetes node on this machine: images, operator, job (root)
+e2e: $(READY) | $(MODELS) ## the whole stack in real pods of a Kubernetes node on this machine (root); KEEP=1 leaves it running
 	@$(say) "e2e: about seven minutes on two cores; images after a change 3 to 7 more, the first time half an hour"
 	@$(BIN)/pytest -m e2e tests/test_e2e.py -s --durations=0
 

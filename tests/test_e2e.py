@@ -26,7 +26,9 @@ from tests import controlplane, images, models, node, s3pod, s3server
 from tests.controlplane import ControlPlane
 from tests.kubeapi import until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
+KEEP = os.environ.get("KEEP", "") not in ("", "0")
+"""Whether all that was set up stays after the tests, until interrupted."""
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(0 if KEEP else 3600)]
 ROOT = pathlib.Path(__file__).parent.parent
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 LIMIT_S = 600.0
@@ -87,6 +89,21 @@ def store(cluster: ControlPlane, namespace: str) -> Iterator[s3server.S3Server]:
         for name, value in server.environment.items():
             patch.setenv(name, value)
         yield server
+        if KEEP:
+            keep(cluster, namespace)
+
+
+def keep(cluster: ControlPlane, namespace: str) -> None:
+    """Until Ctrl-C: the node with the operator, the store and its model, for somebody to look around."""
+    print(f"""
+kept, with the operator, a store and a model in it; in another shell, in this folder:
+  export KUBECONFIG={cluster.kubeconfig} PATH={pathlib.Path(cluster.command()[0]).parent}:$PWD/.venv/bin:$PATH
+  kubectl config set-context --current --namespace={namespace}
+  kubectl apply -f tests/cluster/again.yaml && kubectl miles status again
+Ctrl-C here ends it.""", flush=True)  # fmt: skip
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(3600)
 
 
 class Job:
