@@ -51,8 +51,8 @@ def plane(control_plane: ControlPlane):
         until(lambda name=name: established(api, name), f"{name} is served")
     yield control_plane
     for kind in ("ValidatingAdmissionPolicyBinding", "ValidatingAdmissionPolicy"):
-        for name in ("rljobs-in-clusters.miles.dev", "rljobs-of-tenants.miles.dev"):
-            api.delete(kind, name)
+        for name in ("rljobs-in-clusters", "rljobs-of-tenants", "rljobs-scaled-by-tenants"):
+            api.delete(kind, f"{name}.miles.dev")
     for kind, name in (
         ("ClusterRoleBinding", "miles-operator"),
         ("ClusterRoleBinding", "miles-operator-nodes"),

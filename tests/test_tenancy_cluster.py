@@ -222,6 +222,46 @@ def test_a_job_beyond_the_limit_of_gpus_can_be_suspended_and_not_resumed(team):
     tenant.delete("RLJob", "scaled", namespace)
 
 
+def scaled(tenant: Api, namespace: str, replicas: int) -> None:
+    tenant.patch("RLJob", "scaled", namespace, {"spec": {"replicas": replicas}}, "scale")
+
+
+def test_the_limit_of_gpus_is_not_passed_by_the_scale_subresource(team):
+    """A request there shows no policy what a worker takes, so it may lower the number alone."""
+    namespace, tenant = team
+    tenant.create(changed("spec.trainer.resources", {}) | {"metadata": {"name": "scaled"}}, namespace)
+    until(lambda: scale_is_refused(tenant, namespace), "the policy is in force", 60)
+    scaled(tenant, namespace, 1)
+    with pytest.raises(ApiError, match="as kubectl miles scale does") as refused:
+        scaled(tenant, namespace, 2)
+    assert refused.value.code == INVALID
+    tenant.patch("RLJob", "scaled", namespace, {"spec": {"rollout": {"replicas": 4}}})
+    with pytest.raises(ApiError, match="asks for 20 GPUs"):
+        tenant.patch("RLJob", "scaled", namespace, {"spec": {"rollout": {"replicas": 5}}})
+    scaled(tenant, namespace, 0)
+    tenant.delete("RLJob", "scaled", namespace)
+
+
+def scale_is_refused(tenant: Api, namespace: str) -> bool:
+    try:
+        scaled(tenant, namespace, 3)
+    except ApiError:
+        return True
+    scaled(tenant, namespace, 2)
+    return False
+
+
+def test_without_a_limit_of_gpus_an_autoscaler_may_raise_the_number(control_plane, team):
+    api, name = control_plane.api, control_plane.new_namespace(**{"miles.dev/tenant": "true"})
+    (limits,) = (each for each in yaml.safe_load_all((FOLDER / "tenant/limits.yaml").read_text())
+                 if each["kind"] == "ConfigMap")  # fmt: skip
+    del limits["data"]["maxGpus"]
+    api.apply(limits, name)
+    api.create(yaml.safe_load(ALLOWED) | {"metadata": {"name": "scaled"}}, name)
+    scaled(api, name, 3)
+    api.delete("Namespace", name)
+
+
 HERE = [path for path in SMUGGLED if "env[1]" not in path and "from" not in path]
 """Those that have a place in the allowed job."""
 
