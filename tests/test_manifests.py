@@ -258,6 +258,13 @@ def test_the_example_of_a_tenant_has_every_limit_that_the_policy_reads():
     assert read == set(named("tenant/limits.yaml", "ConfigMap")["data"])
 
 
+def test_the_example_of_a_tenant_brings_what_its_jobs_may_name():
+    allowed = named("tenant/limits.yaml", "ConfigMap")["data"]
+    for key, kind in (("serviceAccounts", "ServiceAccount"), ("priorityClasses", "PriorityClass")):
+        made = {each["metadata"]["name"] for each in documents(FOLDER / "tenant/identity.yaml") if each["kind"] == kind}
+        assert set(allowed[key].split()) == made
+
+
 @pytest.mark.parametrize(
     "folder", ["crd", "overlays/cluster", "overlays/namespaced", "overlays/dev", "tenant", "argocd"]
 )

@@ -1,5 +1,6 @@
 """manifests/ on a real API server: rendered by kubectl's own kustomize, taken without a warning, and enforced."""
 
+import copy
 import os
 import pathlib
 
@@ -58,6 +59,7 @@ def plane(control_plane: ControlPlane):
         ("ClusterRoleBinding", "miles-operator-nodes"),
         ("Namespace", "miles-system"),
         ("Namespace", "argocd"),
+        ("PriorityClass", "research"),
     ):
         api.delete(kind, name)
     for name in FOREIGN:
@@ -280,6 +282,31 @@ def test_who_may_edit_a_namespace_may_edit_its_rljobs(plane, tmp_path, namespace
     assert not can(plane, f"{namespace}/view", "create", "miles.dev/rljobs", namespace)
     assert not can(plane, f"{namespace}/edit", "update", "miles.dev/rljobs/status", namespace)
     assert not can(plane, f"{namespace}/edit", "create", "miles.dev/rljobs", "default")
+
+
+def test_the_example_of_a_tenant_is_taken_as_it_is_and_pods_may_be_what_its_jobs_may_name(plane):
+    folder = str(FOLDER / "tenant")
+    silently(plane.kubectl("apply", "--server-side", "--validate=strict", "-k", folder))
+    assert silently(plane.kubectl("diff", "--server-side", "-k", folder)) == ""
+    allowed = plane.api.get("ConfigMap", "miles-tenant", "team-a")["data"]
+    for account in allowed["serviceAccounts"].split():
+        for priority in allowed["priorityClasses"].split():
+            pod = copy.deepcopy(ADMITTED)
+            pod["spec"] |= {"serviceAccountName": account, "priorityClassName": priority}
+            made = plane.api.create(pod, "team-a", dryRun="All", fieldValidation="Strict")
+            assert made["spec"]["preemptionPolicy"] == "Never"
+            assert "volumes" not in made["spec"], "a token of the account is mounted"
+
+
+ADMITTED = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "worker"},
+    "spec": {
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 10001, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [{"name": "worker", "image": "a", "securityContext": containers.RESTRICTED}],
+    },
+}
 
 
 def test_the_status_port_of_the_network_policies_is_the_trainers(plane):
