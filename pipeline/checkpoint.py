@@ -154,8 +154,8 @@ def load(
     return None
 
 
-async def prune(storage: Storage, newest_version: Version, keep_last: int) -> Checkpoint:
-    """Delete all but the last `keep_last` checkpoints and what unfinished ones left; returns the oldest one kept.
+async def prune(storage: Storage, newest_version: Version, keep_last: int) -> list[Checkpoint]:
+    """Delete all but the last `keep_last` checkpoints and what unfinished ones left; returns those kept, newest first.
 
     The manifest goes first: a half-deleted checkpoint is an unfinished one. Nothing above `newest_version` is touched.
     Raises Fenced if neither that one nor an older one is left: a successor, which has newer ones, has pruned them.
@@ -172,7 +172,7 @@ async def prune(storage: Storage, newest_version: Version, keep_last: int) -> Ch
     for version in keys.keys() - {found.version for found in kept}:
         for key in sorted(keys[version], key=lambda key: not key.endswith(MANIFEST)):
             await storage.delete(key)
-    return kept[-1]
+    return kept
 
 
 class _Reader(dcp.FileSystemReader):

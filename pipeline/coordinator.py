@@ -18,10 +18,10 @@ import dataclasses
 import json
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipeline import resume
+from pipeline import resume, trainer_log
 from pipeline.archive import Archive
 from pipeline.assignment import Assignments, Candidate
 from pipeline.clock import Clock
@@ -169,19 +169,24 @@ class Coordinator:
             writers=resume.entries(kept, self.ledger),
             cursors=cursors,
             evaluations=self.assignments.pending,
-            time=self.roster.now,
         ).to_json()
 
-    async def collect(self, oldest: dict[str, Any]) -> int:
+    async def collect(self, kept: Iterable[dict[str, Any]]) -> int:
         """Delete the shards that no checkpoint needs; returns how many. For `store.retention: window`.
 
-        `oldest`: what `state` returned for the oldest checkpoint that is kept. No trainer can resume from an older
-        one after this. Raises Fenced.
+        `kept`: what `state` returned for each checkpoint that is kept. No trainer can resume from an older one after
+        this. Raises Fenced.
         """
-        state = State.from_json(oldest)
-        await self.log.append(Collect(self.term, below=state.position))
-        shards = await self.storage.list(SHARDS_FOLDER)
-        keys = resume.expired(shards, state, grace_s=self.config.rollout.lease_timeout_s + self.roster.set_back)
+        if self._beaten is None:
+            return 0  # whoever seems to be named by nobody may only not have been met yet
+        states = [State.from_json(state) for state in kept]
+        below = min(state.position for state in states)
+        shards = await self.storage.list(SHARDS_FOLDER)  # before the record: a successor's writers are not among them
+        await self.log.append(Collect(self.term, below))
+        roster = set(self.roster.writers)
+        await self._tell()  # a writer that has just been forgotten is no longer named
+        records = await trainer_log.records(self.storage, below)
+        keys = resume.expired(shards, states, records, roster | self.roster.writers.keys())
         for key in keys:
             await self.storage.delete(key)
         return len(keys)

@@ -118,9 +118,9 @@ class Lead:
         self.checkpointed = newest
         if not proven:
             return
-        oldest = await checkpoint.prune(self.storage, newest, self.config.checkpoint.keep_last)
+        kept = await checkpoint.prune(self.storage, newest, self.config.checkpoint.keep_last)
         if self.config.store.retention == "window":
-            await self.coordinator.collect(oldest.state["coordinator"])
+            await self.coordinator.collect([each.state["coordinator"] for each in kept])
         found = await self.storage.list("")
         self.stored = {"bytes": sum(info.size for info in found), "objects": len(found)}
 

@@ -4,20 +4,21 @@ The state is that of a finished step: everything behind it in the trainer's log 
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from pipeline.leases import Frontier, Ledger
 from pipeline.messages import WriterEntry, is_shard, shard_place
 from pipeline.roster import Known
 from pipeline.storage import ObjectInfo
+from pipeline.trainer_log import Plan, Record
 from pipeline.versions import Version
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
     """JSON: {"term", "step", "position", "low", "above", "writers": {ulid: {"instance", "leases", "acknowledged",
-    "final", "cursor"}}, "evaluations": [[step, [term, step]], …], "time"}."""
+    "final", "cursor"}}, "evaluations": [[step, [term, step]], …]}."""
 
     term: int = 0
     step: int = 0
@@ -29,8 +30,6 @@ class State:
     """By writer: the first shard that holds something not trained yet."""
     evaluations: dict[int, Version] = dataclasses.field(default_factory=dict)
     """Requested and not answered: step → version."""
-    time: float = 0.0
-    """Of the state, seconds since the epoch by the store's clock."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -42,7 +41,6 @@ class State:
                 ulid: {**entry.to_json(), "cursor": self.cursors[ulid]} for ulid, entry in self.writers.items()
             },
             "evaluations": [[step, list(version)] for step, version in self.evaluations.items()],
-            "time": self.time,
         }
 
     @classmethod
@@ -50,12 +48,11 @@ class State:
         return cls(
             term=content["term"],
             step=content["step"],
-            position=content["position"],
+            position=int(content["position"]),
             frontier=Frontier.from_json(content),
             writers={ulid: WriterEntry.from_json(entry) for ulid, entry in content["writers"].items()},
-            cursors={ulid: entry["cursor"] for ulid, entry in content["writers"].items()},
+            cursors={ulid: int(entry["cursor"]) for ulid, entry in content["writers"].items()},
             evaluations={step: Version(*version) for step, version in content["evaluations"]},
-            time=float(content["time"]),
         )
 
 
@@ -73,19 +70,23 @@ def entries(roster: Iterable[Known], ledger: Ledger) -> dict[str, WriterEntry]:
     }
 
 
-def expired(shards: Iterable[ObjectInfo], oldest: State, grace_s: float) -> list[str]:
-    """Keys of the shards that nothing from the checkpoint `oldest` on needs.
+def expired(
+    shards: Iterable[ObjectInfo], kept: Collection[State], records: Iterable[Record], roster: Collection[str]
+) -> list[str]:
+    """Keys of the shards that no trainer which starts from one of the `kept` checkpoints can ask for.
 
-    Those below a writer's cursor hold nothing that is still to be trained. A writer that the state does not name had
-    been read to its end by then, if it is older, so what it wrote before does not count either. The state's time is
-    that of the last write of control/state.json: a revocation that has not been told yet spares what came after.
+    That is, shards that no plan in `records`, those behind the oldest checkpoint, names, and that either lie below
+    their writer's cursor in the oldest, or come from a writer that nobody names: no checkpoint, nor the `roster`, those
+    of control/state.json. No clock decides. One that nobody names was met after the oldest checkpoint and forgotten, or
+    had been read to its end before; should it come back, nothing that it has written counts.
     """
+    oldest = min(kept, key=lambda state: state.position)
+    named = {*roster, *(ulid for state in kept for ulid in state.cursors)}
+    planned = {group.key for record in records if isinstance(record, Plan) for group in record.groups}
     keys = []
     for shard in shards:
-        if not is_shard(shard.key):
-            continue
-        ulid, sequence = shard_place(shard.key)
-        read = ulid not in oldest.cursors or sequence < oldest.cursors[ulid]
-        if read and shard.modified < oldest.time - grace_s:
-            keys.append(shard.key)
+        if is_shard(shard.key) and shard.key not in planned:
+            ulid, sequence = shard_place(shard.key)
+            if ulid not in named or sequence < oldest.cursors.get(ulid, 0):
+                keys.append(shard.key)
     return keys

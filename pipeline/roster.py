@@ -76,8 +76,6 @@ class Roster:
         """Own time, seconds."""
         self.now = -math.inf
         """Store's time of the trainer's last write, seconds since the epoch."""
-        self.set_back = 0.0
-        """Seconds by which the store's clock has been set back, as this trainer's writes show."""
 
     def live(self) -> list[Known]:
         return [known for known in self.writers.values() if known.live]
@@ -96,7 +94,6 @@ class Roster:
         """The trainer has written an object, at `modified` by the store's clock."""
         if self.now > -math.inf:
             self.elapsed += min(max(0.0, modified - self.now), self.longest_beat_s)
-            self.set_back += max(0.0, self.now - modified)
         self.now = modified
 
     async def refresh(self) -> list[tuple[Known, str]]:

@@ -181,11 +181,11 @@ async def is_begun(storage: Storage) -> bool:
     return await storage.head(_key(0)) is not None
 
 
-async def records(storage: Storage) -> list[Record]:
-    """The whole log. Raises ValueError for what is no record, Corrupted, StorageError."""
+async def records(storage: Storage, start: int = 0) -> list[Record]:
+    """The log from position `start` on. Raises ValueError for what is no record, Corrupted, StorageError."""
     found: list[Record] = []
     while True:
-        keys = [_key(len(found) + number) for number in range(GETS_AT_ONCE)]
+        keys = [_key(start + len(found) + number) for number in range(GETS_AT_ONCE)]
         objects = await asyncio.gather(*(storage.get(key) for key in keys))
         there = list(itertools.takewhile(lambda each: each is not None, objects))
         found += [decode(each.data) for each in there if each is not None]

@@ -225,14 +225,20 @@ async def _(self, key):
 
 
 @mutation("collected below the newest checkpoint", "damage", Coordinator, "collect")
-async def _(self, oldest, collect=Coordinator.collect):
-    return await collect(self, self.state())
+async def _(self, kept, collect=Coordinator.collect):
+    return await collect(self, [self.state()])
 
 
 @mutation("collected below what is read, not what is planned", "trainer killed", resume, "expired")
-def _(shards, oldest, grace_s, expired=resume.expired):
-    read = {ulid: entry.acknowledged for ulid, entry in oldest.writers.items()}
-    return expired(shards, dataclasses.replace(oldest, cursors=read, time=oldest.time + grace_s), 0.0)
+def _(shards, kept, records, roster, expired=resume.expired):
+    read = [{ulid: entry.acknowledged for ulid, entry in state.writers.items()} for state in kept]
+    states = [dataclasses.replace(state, cursors=cursors) for state, cursors in zip(kept, read, strict=True)]
+    return expired(shards, states, [], roster)
+
+
+@mutation("whoever the checkpoint does not name is older", "workers killed", resume, "expired")
+def _(shards, kept, records, roster, expired=resume.expired):
+    return expired(shards, [min(kept, key=lambda state: state.position)], [], set())
 
 
 def caught(name: str, seeds: int = SEEDS) -> tuple[int, str] | None:

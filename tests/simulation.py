@@ -6,7 +6,7 @@ One event loop whose clock jumps to the next timer runs a trainer and 1–20 wor
 decides the sizes, the speeds, and which hazards there are: kills at any storage call (before it took effect or after),
 stalls that make zombies, lost responses, errors in 1–20 % of the calls, outages, damaged shards, unreadable
 checkpoints, failing and fatal prompts, workers that come and go, trainers of another number of ranks, clocks an hour
-off, garbage collected meanwhile.
+off, the store's own set back, garbage collected meanwhile.
 Whatever happens, every index is trained once in the surviving lineage or dropped for a reason that the hazards allow;
 what else must hold is said where `require` asks for it.
 """
@@ -118,6 +118,8 @@ class Hazards:
     """control/state.json is deleted when the trainer is killed, and now and then while it lives."""
     drain: float = 0.0
     """Per look at control: the worker hands everything back and leaves."""
+    set_back: float = 0.0
+    """Per start of a trainer: the store's clock, by up to an hour."""
     elastic: tuple[int, ...] = ()
     """Workers wanted, one stretch of time after the other; those that are too many are asked to leave."""
     drops: frozenset[str] = frozenset()
@@ -144,6 +146,7 @@ SCENARIOS: dict[str, Hazards] = {
     "fatal prompt": Hazards(fatal=True, kill_trainer=0.003, drops=frozenset({"failed", "stale"})),
     "dynamic sampling": Hazards(scored_alike=0.3, kill_trainer=0.01, drops=frozenset({"no-spread", "invalid"})),
     "control lost": Hazards(kill_trainer=0.01, lose_control=True, drops=STALE),
+    "clock set back": Hazards(set_back=0.5, kill_trainer=0.01, kill_worker=0.01, drops=STALE),
     "zombies": Hazards(stall=0.01, rivals=0.05, faults=True, drops=STALE),
     "storm": Hazards(
         kill_trainer=0.005,
@@ -155,6 +158,7 @@ SCENARIOS: dict[str, Hazards] = {
         damage=0.03,
         unreadable=0.1,
         drain=0.005,
+        set_back=0.1,
         elastic=ELASTIC,
         drops=STALE,
     ),
@@ -165,7 +169,7 @@ class WatchedBucket(MemoryBucket):
     """Checks, at every write of control/state.json, what must hold between two of them; damages shards."""
 
     def __init__(self, world: "World"):
-        super().__init__(world.clock)
+        super().__init__(world.store_clock)
         self.world = world
         self.control: ControlState | None = None
         self.finals: dict[str, int] = {}
@@ -326,7 +330,7 @@ class World:
         """`crash_at`: moments at which the trainer is killed, two for each of its storage calls, counted from 1."""
         self.seed, self.scenario, self.hazards = seed, scenario, SCENARIOS[scenario]
         self.random = random.Random(seed)
-        self.clock = VirtualClock()
+        self.clock, self.store_clock = VirtualClock(), VirtualClock()
         self.bucket = WatchedBucket(self)
         self.counts: collections.Counter[str] = collections.Counter()
         self.crash_at, self.moments = crash_at, 0
@@ -410,6 +414,7 @@ class World:
         number = 0
         while not self.finished:
             while all(process.stalled for process in running.values()) or self.strikes(self.hazards.rivals):
+                self._set_back()
                 process = Process(self, f"trainer {number}", self.hazards.kill_trainer)
                 running[asyncio.ensure_future(self._train(process, RANKS[number % len(RANKS)]))] = process
                 number += 1
@@ -419,6 +424,11 @@ class World:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+    def _set_back(self) -> None:
+        if self.strikes(self.hazards.set_back):
+            self.store_clock.skew_s -= self.random.uniform(0, 3600)
+            log.info("the store's clock is set back, and now %.0f s behind", -self.store_clock.skew_s)
 
     async def _bury(self, task: asyncio.Task[None], process: Process) -> None:
         try:
@@ -524,9 +534,10 @@ class World:
         for key in keys[:-KEPT]:
             await storage.delete(key)
         if self.window:
-            oldest = await storage.get(keys[-KEPT:][0])
-            if oldest is not None:
-                self.counts["collected"] += await coordinator.collect(json.loads(oldest.data)["coordinator"])
+            kept = [await storage.get(key) for key in keys[-KEPT:]]
+            states = [json.loads(found.data)["coordinator"] for found in kept if found]
+            if len(states) == len(kept):
+                self.counts["collected"] += await coordinator.collect(states)
 
     async def _newest_checkpoint(self, storage: MemoryStorage) -> dict[str, Any] | None:
         keys = sorted(info.key for info in await storage.list("checkpoints"))

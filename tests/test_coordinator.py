@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from pipeline import trainer_log
 from pipeline.config import (
     AlgorithmConfig,
     DataConfig,
@@ -807,7 +808,7 @@ async def test_what_no_checkpoint_needs_is_deleted_and_the_rest_suffices_to_resu
     await finish(trainer, 1)
     await scene.tick(trainer, HEARTBEAT_S)
     state = trainer.state()
-    assert await trainer.collect(state) == 1
+    assert await trainer.collect([state]) == 1
     assert used not in scene.bucket.objects
     assert waiting in scene.bucket.objects
     successor = await scene.trainer(state)
@@ -847,7 +848,7 @@ async def test_what_is_collected_during_a_replay_spares_the_plans_still_to_be_re
     for _ in range(2):
         await scene.tick(trainer, 20 * LEASE_TIMEOUT_S)
         state = trainer.state()
-        await trainer.collect(state)
+        await trainer.collect([state])
         assert used not in scene.bucket.objects
         assert needed in scene.bucket.objects
         await spoil_control()
@@ -855,21 +856,69 @@ async def test_what_is_collected_during_a_replay_spares_the_plans_still_to_be_re
         assert {reference.key for reference in (await plan_now(trainer, 2)).groups} == {needed}
     await finish(trainer, 2)
     await scene.tick(trainer, 20 * LEASE_TIMEOUT_S)
-    assert await trainer.collect(trainer.state()) == 1
+    assert await trainer.collect([trainer.state()]) == 1
     if control != "kept":
         assert not trainer.state()["writers"]
 
 
+@pytest.mark.parametrize("restarted", [True, False])
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])
-async def test_what_was_written_after_the_stores_clock_was_set_back_is_not_taken_for_old(scene: Scene, jump: float):
+async def test_whatever_the_stores_clock_does_nothing_untrained_is_collected(
+    scene: Scene, jump: float, restarted: bool
+):
     trainer = await scene.trainer()
     state = trainer.state()
     scene.store_clock.time += jump
+    if restarted:
+        trainer = await scene.trainer(state)
+    writer = await scene.writer("rollout-0")
+    for _ in range(3):
+        await scene.tick(trainer)
+        await keep_alive(scene, writer)
+    planned, waiting = await writer.commit([group(0), group(1)]), await writer.commit([group(2)])
+    await scene.tick(trainer)
+    await plan_now(trainer, 1)
+    await finish(trainer, 1)
+    assert await trainer.collect([trainer.state(), state]) == 0
+    assert {planned, waiting} <= scene.bucket.objects.keys()
+
+
+async def test_shards_of_a_writer_long_gone_are_collected_once_no_kept_checkpoint_is_followed_by_their_plan(
+    scene: Scene,
+):
+    trainer = await scene.trainer()
+    first = trainer.state()
     writer = await scene.writer("rollout-0")
     await scene.tick(trainer)
     key = await writer.commit([group(0), group(1)])
     await scene.tick(trainer)
-    assert await trainer.collect(state) == 0
+    await plan_now(trainer, 1)
+    await finish(trainer, 1)
+    while writer.ulid in (await scene.control()).writers:
+        await scene.tick(trainer, LEASE_TIMEOUT_S)
+    last = trainer.state()
+    assert not last["writers"]
+    assert await trainer.collect([last, first]) == 0
+    assert await trainer.collect([last]) == 1
+    assert key not in scene.bucket.objects
+
+
+async def test_who_has_listened_to_nobody_yet_collects_nothing(scene: Scene):
+    trainer = await scene.trainer()
+    assert await trainer.collect([trainer.state()]) == 0
+    assert not [record for record in await trainer_log.records(scene.plain) if isinstance(record, Collect)]
+
+
+async def test_a_fenced_trainer_deletes_nothing_of_what_its_successor_is_given(scene: Scene):
+    trainer = await scene.trainer()
+    await scene.tick(trainer)
+    state = trainer.state()
+    successor = await scene.trainer(state)
+    writer = await scene.writer("rollout-0")
+    await scene.tick(successor)
+    key = await writer.commit([group(0), group(1)])
+    with pytest.raises(Fenced):
+        await trainer.collect([state])
     assert key in scene.bucket.objects
 
 

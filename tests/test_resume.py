@@ -1,10 +1,13 @@
 import json
 
+import pytest
+
 from pipeline.leases import Frontier, Lease, Ledger
 from pipeline.messages import WriterEntry, shard_key
 from pipeline.resume import State, entries, expired
 from pipeline.roster import Known
 from pipeline.storage import ObjectInfo
+from pipeline.trainer_log import GroupRef, Plan
 from pipeline.versions import Version
 
 
@@ -17,7 +20,6 @@ def test_the_state_survives_being_json():
         writers={"A": WriterEntry("rollout-0", {8: 6}, acknowledged=4, final=4)},
         cursors={"A": 3},
         evaluations={6: Version(2, 6)},
-        time=17.5,
     )
     content = json.loads(json.dumps(state.to_json()))
     again = State.from_json(content)
@@ -35,17 +37,26 @@ def test_each_writer_is_described_with_its_own_leases():
     }
 
 
-def shard(ulid: str, sequence: int, modified: float) -> ObjectInfo:
-    return ObjectInfo(shard_key(ulid, sequence), 1, "etag", modified)
+def shard(ulid: str, sequence: int = 0) -> ObjectInfo:
+    return ObjectInfo(shard_key(ulid, sequence), 1, "etag", 0.0)
 
 
-def test_only_shards_that_were_read_and_used_up_before_the_oldest_checkpoint_expire():
-    oldest = State(cursors={"A": 2}, time=1000.0)
-    gone, used, waiting, young, later = (
-        shard("0", 9, 100.0),
-        shard("A", 1, 100.0),
-        shard("A", 2, 100.0),
-        shard("A", 1, 990.0),
-        shard("B", 0, 1200.0),
-    )
-    assert expired([gone, used, waiting, young, later], oldest, grace_s=60.0) == [gone.key, used.key]
+@pytest.mark.parametrize(
+    ("found", "expires"),
+    [
+        (shard("A", 1), True),  # below the cursor of the oldest checkpoint
+        (shard("A", 2), False),  # a later checkpoint has used it up, the oldest has not
+        (shard("used"), True),  # its writer is named by nobody
+        (shard("planned"), False),  # nobody names its writer, but a plan behind the oldest checkpoint it
+        (shard("new"), False),  # its writer came after the last checkpoint
+        (shard("came"), False),  # its writer came after the oldest, and is gone; only a later checkpoint names it
+    ],
+)
+def test_a_shard_expires_when_the_oldest_checkpoint_has_used_it_up_or_nobody_names_its_writer(found, expires):
+    kept = [State(position=9, cursors={"A": 5, "came": 1}), State(position=4, cursors={"A": 2})]
+    plan = Plan(3, 1, (GroupRef(0, shard_key("planned", 0), "", 0, 2),))
+    assert expired([found], kept, [plan], {"A", "new"}) == [found.key] * expires
+
+
+def test_what_is_no_shard_never_expires():
+    assert expired([ObjectInfo("rollouts/v1/notes.parquet", 1, "etag", 0.0)], [State()], [], set()) == []

@@ -19,14 +19,14 @@ from pipeline.archive import Shelf
 from pipeline.config import RunConfig
 from pipeline.coordinator import Coordinator
 from pipeline.experience import Rollout, RolloutGroup
-from pipeline.messages import evaluation_key, shard_key
+from pipeline.messages import WriterEntry, evaluation_key, shard_key
 from pipeline.report import history
 from pipeline.resume import State
 from pipeline.storage import MemoryBucket, MemoryStorage, Object, ObjectInfo, Storage, open_storage
 from pipeline.store import __main__ as command
 from pipeline.store import garbage, speed
 from pipeline.store.garbage import Facts
-from pipeline.trainer_log import GroupRef
+from pipeline.trainer_log import GroupRef, Plan
 from pipeline.versions import Version
 from pipeline.writer import Report, Writer
 from tests.conftest import SkippingClock
@@ -268,12 +268,14 @@ def test_stats_pass_over_a_shard_whose_bytes_have_changed(run, tmp_path, capsys)
 
 
 STATE = State().to_json()
+WRITER = WriterEntry("rollout-0", {}, acknowledged=0).to_json()
 HOSTILE = [
     {"version": ["a", 1]},
     {"version": [9, 9]},
     {"state": {"coordinator": STATE | {"writers": []}}},
     {"state": {"coordinator": STATE | {"writers": {"A": {"instance": "i", "leases": 5}}}}},
-    {"state": {"coordinator": STATE | {"time": "x"}}},
+    {"state": {"coordinator": STATE | {"position": "x"}}},
+    {"state": {"coordinator": STATE | {"writers": {"A": WRITER | {"cursor": "x"}}}}},
     {"state": []},
 ]
 
@@ -467,9 +469,9 @@ FACTS = Facts(
     keep_last=2,
     max_staleness=1,
     checkpoints={
-        Version(1, 10): State(step=10, cursors={"A": 4, "B": 0}, time=9e5),
-        Version(1, 20): State(step=20, cursors={"A": 9, "B": 3}, time=9.5e5),
-        Version(1, 5): State(step=5, cursors={"A": 1, "B": 0}, time=8e5),
+        Version(1, 10): State(step=10, cursors={"A": 4, "B": 0}),
+        Version(1, 20): State(step=20, cursors={"A": 9, "B": 3}),
+        Version(1, 5): State(step=5, cursors={"A": 1, "B": 0}),
     },
 )
 
@@ -496,7 +498,9 @@ def test_rollouts_stay_that_the_oldest_kept_checkpoint_would_read_again():
     shards = objects(*(shard_key("A", number) for number in (3, 4)), shard_key("B", 0))
     assert removed(shards) == {shard_key("A", 3)}
     assert removed(shards, retention="all") == set()
-    assert removed(objects(shard_key("A", 3), modified=9e5)) == set()  # younger than the grace period
+    plan = Plan(21, 1, (GroupRef(0, shard_key("gone", 1), "", 0, 2),))
+    shards = objects(*(shard_key("gone", number) for number in (0, 1)), shard_key("told", 0))
+    assert removed(shards, records=(plan,), roster=frozenset({"told"})) == {shard_key("gone", 0)}
 
 
 def test_leftovers_go_when_nobody_can_be_writing_them_any_more():

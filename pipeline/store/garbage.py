@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from pipeline import weights
+from pipeline import trainer_log, weights
 from pipeline.config import RunConfig
 from pipeline.messages import (
     CONTROL_KEY,
@@ -30,6 +30,7 @@ from pipeline.roster import GONE_AFTER
 from pipeline.scoreboard import score
 from pipeline.storage import Corrupted, ObjectInfo, Storage
 from pipeline.storage.check import FOLDER as PROBE
+from pipeline.trainer_log import Record
 from pipeline.versions import Version
 
 CHECKPOINTS = "checkpoints"
@@ -59,8 +60,17 @@ class Facts:
     max_staleness: int
     checkpoints: dict[Version, State]
     """The complete ones."""
+    records: tuple[Record, ...] = ()
+    """Of the log, behind the oldest of the checkpoints that are kept."""
+    roster: frozenset[str] = frozenset()
+    """Writers that control/state.json names."""
     in_use: frozenset[Version] = frozenset()
     """Weights that a worker has, is told to load or to evaluate, and the best ones."""
+
+    @property
+    def kept(self) -> list[Version]:
+        """Of the checkpoints, oldest first."""
+        return sorted(self.checkpoints)[-self.keep_last :]
 
 
 def plan(objects: Iterable[ObjectInfo], facts: Facts) -> list[Removal]:
@@ -77,7 +87,7 @@ def plan(objects: Iterable[ObjectInfo], facts: Facts) -> list[Removal]:
 
 
 def _checkpoints(objects: list[ObjectInfo], facts: Facts) -> list[Removal]:
-    kept = sorted(facts.checkpoints)[-facts.keep_last :]
+    kept = facts.kept
     removals = []
     for version, files in _versions(objects):
         if kept and version < kept[-1] and version not in kept:
@@ -102,8 +112,8 @@ def _weights(objects: list[ObjectInfo], facts: Facts) -> list[Removal]:
 def _shards(objects: list[ObjectInfo], facts: Facts) -> list[Removal]:
     if facts.retention != "window" or not facts.checkpoints:
         return []
-    oldest = facts.checkpoints[sorted(facts.checkpoints)[-facts.keep_last :][0]]
-    keys = set(expired(objects, oldest, facts.lease_timeout_s))
+    kept = [facts.checkpoints[version] for version in facts.kept]
+    keys = set(expired(objects, kept, facts.records, facts.roster))
     why = "rollouts that were used up before the oldest checkpoint kept"
     return _all([info for info in objects if info.key in keys], why)
 
@@ -147,15 +157,20 @@ def by_reason(removals: Iterable[Removal]) -> dict[str, list[Removal]]:
 
 async def find(storage: Storage, config: RunConfig, retention: str) -> list[Removal]:
     objects = await storage.list("")
+    checkpoints, control = await _complete(storage, objects), await _control(storage)
     facts = Facts(
         now=max([time.time() - SKEW_S, *(info.modified for info in objects)]),
         retention=retention,
         lease_timeout_s=config.rollout.lease_timeout_s,
         keep_last=max(1, config.checkpoint.keep_last),
         max_staleness=config.algorithm.max_staleness,
-        checkpoints=(checkpoints := await _complete(storage, objects)),
-        in_use=frozenset(await _in_use(storage, objects, checkpoints.values())),
+        checkpoints=checkpoints,
+        roster=frozenset(control.writers if control else ()),
+        in_use=frozenset(await _in_use(storage, objects, checkpoints.values(), control)),
     )
+    if retention == "window" and checkpoints:
+        below = min(checkpoints[version].position for version in facts.kept)
+        facts = dataclasses.replace(facts, records=tuple(await trainer_log.records(storage, below)))
     return plan(objects, facts)
 
 
@@ -184,16 +199,21 @@ async def _complete(storage: Storage, objects: list[ObjectInfo]) -> dict[Version
     return found
 
 
-async def _in_use(storage: Storage, objects: list[ObjectInfo], states: Iterable[State]) -> set[Version]:
-    versions = {version for state in states for version in state.evaluations.values()}
+async def _control(storage: Storage) -> ControlState | None:
     try:
-        control = await storage.get(CONTROL_KEY)
+        found = await storage.get(CONTROL_KEY)
     except Corrupted as error:
         raise ValueError(f"{error}; {CONTROL_REMEDY}") from None
+    return ControlState.decode(found.data) if found else None
+
+
+async def _in_use(
+    storage: Storage, objects: list[ObjectInfo], states: Iterable[State], control: ControlState | None
+) -> set[Version]:
+    versions = {version for state in states for version in state.evaluations.values()}
     if control is not None:
-        state = ControlState.decode(control.data)
-        versions |= {state.version} if state.version else set()
-        versions |= {state.evaluation.version} if state.evaluation else set()
+        versions |= {control.version} if control.version else set()
+        versions |= {control.evaluation.version} if control.evaluation else set()
     best: tuple[float, Version] | None = None
     for info in objects:
         if is_heartbeat(info.key):
