@@ -5,10 +5,13 @@ the first again. The n-th group of all passes has the index n, so the ledger, th
 each index is planned once, or dropped with a reason. How old a policy made a sample does not matter, since it is not
 one of this run's; what its log-probabilities differ by, `algorithm.correction` weighs as ever.
 
-The other run's prefix is only read: its log and run.json when a trainer starts, its shards a few at a time.
+The other run's prefix is only read: its log and run.json when a trainer starts, its shards a few at a time. If it is
+taken up again for more steps, nothing changes here: source.json keeps how much of its log there was at first. What it
+then collects (`store.retention: window`) this run misses, and drops by name.
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
 import logging
@@ -25,14 +28,16 @@ from pipeline.experience import Damaged
 from pipeline.intake import summarise
 from pipeline.messages import shard_key, shard_place
 from pipeline.planning import Choice
-from pipeline.storage import Corrupted, Storage, confined, open_storage
-from pipeline.trainer_log import DropReason, GroupRef, Hopeless, Quarantine
+from pipeline.storage import Conflict, Corrupted, Storage, confined, open_storage
+from pipeline.trainer_log import DropReason, GroupRef, Hopeless, Quarantine, Record
 from pipeline.versions import Version
 from pipeline.where import Condition
 
 log = logging.getLogger(__name__)
 
 FIELD = "data.replayFrom"
+EXTENT_KEY = "source.json"
+"""{"records"}: of the source's log, when this run began; a pass is what they say."""
 AHEAD = 2
 """Steps whose groups are read before they are trained."""
 CACHED = 8
@@ -65,12 +70,16 @@ def condition(config: RunConfig) -> Condition | None:
         raise ValueError(f"{FIELD}.where: {error}") from None
 
 
-async def check(config: RunConfig) -> None:
-    """Raise ValueError, one line, for a source that cannot be trained on, or not in this way."""
+async def check(config: RunConfig, storage: Storage) -> None:
+    """Raise ValueError, one line, for a source that cannot be trained on, or not in this way. Notes its extent in the
+    run's own `storage`, if no earlier trainer has."""
     condition(config)
     source = _source(config)
     await _agree(config, source)
-    await catalogue(config, source)
+    records = await _records(config, storage, source)
+    _groups(config, records)
+    with contextlib.suppress(Conflict):
+        await storage.create(EXTENT_KEY, json.dumps({"records": len(records)}).encode())
 
 
 async def _agree(config: RunConfig, source: Storage) -> None:
@@ -103,14 +112,27 @@ async def _agree(config: RunConfig, source: Storage) -> None:
         )
 
 
-async def catalogue(config: RunConfig, source: Storage) -> list[GroupRef]:
-    """The groups of one pass. Raises ValueError if the run is not over, or has trained nothing."""
+async def _records(config: RunConfig, storage: Storage, source: Storage) -> list[Record]:
+    """The source's log, as far as it went when this run began."""
     assert config.data.replay_from is not None
     uri = config.data.replay_from.uri
     try:
         records = await trainer_log.records(source)
     except (ValueError, Corrupted) as error:
         raise ValueError(f"{FIELD}.uri: the log of {uri} is damaged: {error}") from None
+    try:
+        found = await storage.get(EXTENT_KEY)
+        return records[: int(json.loads(found.data)["records"])] if found else records
+    except (ValueError, KeyError, TypeError, Corrupted) as error:
+        raise ValueError(
+            f"{EXTENT_KEY} of this run is damaged ({error}); delete it, and {uri} is trained as it is now"
+        ) from None
+
+
+def _groups(config: RunConfig, records: list[Record]) -> list[GroupRef]:
+    """Those of one pass. Raises ValueError if the run is not over, or has trained nothing."""
+    assert config.data.replay_from is not None
+    uri = config.data.replay_from.uri
     if trainer_log.ended(records) is None:
         raise ValueError(f"{FIELD}.uri: {uri} is not over: its log does not end in a stop record; wait until it is")
     groups = [group for plan in trainer_log.surviving(records).values() for group in plan.groups]
@@ -156,7 +178,7 @@ class Shelf:
         try:
             found = await self.source.get(key)
             if found is None:
-                return f"{key} is gone"
+                return f"{key} is gone: its run has collected it (store.retention), or somebody deleted it"
             if found.info.sha256 != sha256:
                 return f"{key}: its sha256 is not that of the log; it was changed after it was trained"
             return codec.decode(found.data, self.vocabulary, self.group_size)
@@ -180,6 +202,10 @@ class Archive(Dispatcher):
     def describe(self, step: int, choice: Choice) -> str:
         return f"more groups: {choice.ready} of {self.algorithm.prompts_per_step} ready, from {self.source.bucket.name}"
 
+    def shards_planned(self) -> dict[str, range]:
+        """None: they are the other run's, and no writer of this one is to be named for them."""
+        return {}
+
     def grant(self, version: Version) -> None:
         """There is nobody to grant anything to."""
 
@@ -188,7 +214,7 @@ class Archive(Dispatcher):
 
     async def catch_up(self) -> None:
         """Raises ValueError if the source has changed so that it cannot be trained on any more."""
-        self.groups = await catalogue(self.config, self.source)
+        self.groups = _groups(self.config, await _records(self.config, self.intake.storage, self.source))
         log.info("%d groups of %s are trained again", len(self.groups), self.source.bucket.name)
 
     async def read(self, period_s: float) -> None:

@@ -152,7 +152,7 @@ class Coordinator:
         """The shards that logged plans ask for count, whatever became of their writers: each may have come after the
         checkpoint, been forgotten since, been met again as one that nobody knew, or control/state.json is lost. Else
         they would pass for read in the next checkpoints, and be collected before they are trained again."""
-        for ulid, shards in self.ledger.shards_planned().items():
+        for ulid, shards in self.dispatcher.shards_planned().items():
             known = self.roster.writers.get(ulid, Known(ulid, "", final=0))
             if known.final is not None and known.final < shards.stop:
                 self.roster.writers[ulid] = Known(ulid, known.instance, shards.start, shards.stop, shards.stop)

@@ -125,7 +125,7 @@ async def check_store(config: RunConfig) -> None:
     await probe(storage)
     await check_origin(storage, config)
     if config.data.replay_from is not None:
-        await archive.check(config)
+        await archive.check(config, storage)
     await record(storage, config)
     if config.output is not None:
         await output.check(open_storage(config.output.uri, store.endpoint, store.region), config)

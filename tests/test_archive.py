@@ -1,6 +1,7 @@
 """Training again on stored samples (data.replayFrom): what is planned of them, and which are refused."""
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -14,7 +15,7 @@ from pipeline.coordinator import Coordinator
 from pipeline.experience import Rollout, RolloutGroup
 from pipeline.messages import shard_key
 from pipeline.storage import Storage, StorageError, open_storage
-from pipeline.trainer_log import GroupRef, Hopeless, Plan, Stop, Takeover, encode
+from pipeline.trainer_log import GroupRef, Hopeless, Plan, Stop, Takeover, decode, encode
 from pipeline.versions import Version
 from tests.conftest import SkippingClock
 
@@ -75,6 +76,10 @@ def configuration(uri: str, replay: dict | None, **algorithm) -> RunConfig:
 
 def storage_of(config: RunConfig) -> Storage:
     return open_storage(config.store.uri)
+
+
+async def check(config: RunConfig) -> None:
+    await archive.check(config, storage_of(config))
 
 
 def coordinator(config: RunConfig) -> Coordinator:
@@ -156,9 +161,61 @@ async def test_the_source_is_only_read(tmp_path):
     await _source(uri)
     before = everything(tmp_path)
     config = again(uri).model_copy(update={"store": StoreConfig(uri=f"memory://{tmp_path.name}")})
-    await archive.check(config)
+    await check(config)
     await planned(config, 4)
     assert everything(tmp_path) == before
+
+
+async def extend(source: str) -> None:
+    """Take the source up again: another step, of groups 10 and 11, and no end yet."""
+    storage = open_storage(source)
+    found = await storage.get(f"trainer/log/{1:020d}.json")
+    plan = dataclasses.replace(decode(found.data), step=4, term=2)
+    for number, record in enumerate([Takeover(2), plan], 5):
+        await storage.create(f"trainer/log/{number:020d}.json", encode(record))
+
+
+async def test_a_source_that_is_taken_up_again_stays_for_this_run_what_it_was(source):
+    config = again(source)
+    await check(config)
+    plans, first = await planned(config, 2)
+    state = first.state()
+    await extend(source)
+    await check(config)  # of a restarted trainer
+    after, _ = await planned(config, 6, state=state, began=2)
+    once = [(shard_key("A", number), start) for number in range(3) for start in (0, 2)]
+    assert rows([*plans, *after]) == once * 2
+    with pytest.raises(ValueError, match="is not over"):
+        await check(again(source).model_copy(update={"store": StoreConfig(uri=f"{source}-other")}))
+
+
+async def test_what_the_source_has_collected_since_is_dropped_by_name_and_the_rest_trained(source):
+    await check(again(source))
+    await open_storage(source).delete(shard_key("A", 0))
+    plans, _ = await planned(again(source), 2)
+    assert {key for key, _ in rows(plans)} == {shard_key("A", 1), shard_key("A", 2)}
+    drops = [(drop.index % GROUPS, drop.reason) for plan in plans for drop in plan.drops]
+    assert set(drops) == {(0, "damaged"), (1, "damaged")}
+    (gone,) = (shard for plan in plans for shard in plan.quarantined)
+    assert gone.reason.startswith(f"{shard_key('A', 0)} is gone: its run has collected it (store.retention)")
+
+
+@pytest.mark.parametrize("torn", [b"rot", b"{}", b"[1]"])
+async def test_a_damaged_note_of_the_sources_extent_is_named_with_its_remedy(source, torn):
+    config = again(source)
+    await storage_of(config).put("source.json", torn)
+    with pytest.raises(ValueError, match=r"^source\.json of this run is damaged .*; delete it"):
+        await check(config)
+
+
+async def test_no_writer_of_the_source_is_named_in_the_control_file(source):
+    config = again(source)
+    await planned(config, 2)
+    trainer = coordinator(config)
+    await trainer.take_over()  # plans are replayed
+    await trainer.publish(Version(trainer.term, 0))
+    assert not trainer.roster.writers
+    assert not trainer.state()["writers"]
 
 
 async def edit(source: str, key: str, change) -> None:
@@ -185,7 +242,7 @@ def outside(data: bytes) -> bytes:
 )
 async def test_what_cannot_be_trained_on_is_refused_in_one_line(source, changes, words):
     with pytest.raises(Exception, match=words) as caught:
-        await archive.check(again(source, **changes))
+        await check(again(source, **changes))
     assert "\n" not in str(caught.value)
 
 
@@ -202,12 +259,12 @@ async def test_what_cannot_be_trained_on_is_refused_in_one_line(source, changes,
 async def test_a_source_that_is_no_finished_run_is_refused_in_one_line(source, key, change, words):
     await edit(source, key, change)
     with pytest.raises(ValueError, match=rf"^data\.replayFrom\.uri: .*{words}"):
-        await archive.check(again(source))
+        await check(again(source))
 
 
 async def test_a_folder_that_is_not_there_is_named_and_not_made(tmp_path):
     with pytest.raises(StorageError, match="there is no such folder"):
-        await archive.check(again(f"file://{tmp_path}/missing"))
+        await archive.check(again(f"file://{tmp_path}/missing"), open_storage(f"memory://{tmp_path.name}"))
     assert not (tmp_path / "missing").exists()
 
 
@@ -215,4 +272,4 @@ async def test_a_run_of_stored_samples_has_none_itself(source):
     config = again(source)
     await storage_of(config).create("run.json", json.dumps({"config": config.model_dump(mode="json")}).encode())
     with pytest.raises(ValueError, match=f"has no samples of its own; name {source}"):
-        await archive.check(again(config.store.uri))
+        await check(again(config.store.uri))

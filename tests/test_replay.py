@@ -50,7 +50,7 @@ def test_a_run_trained_again_from_the_stored_samples_of_another_has_its_figures_
     asyncio.run(storage_of(first).put("run.json", content))
     data = {"sets": [], "replay_from": {"uri": first.store.uri}}
     second = configure(tmp_path, tiny, "again", data=data, rewards=[])
-    asyncio.run(archive.check(second))
+    asyncio.run(archive.check(second, storage_of(second)))
     train(second)
     assert figures(second) == figures(first)
     assert len(figures(second)) == STEPS
