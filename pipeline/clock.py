@@ -10,7 +10,11 @@ CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds since the Unix epoch."""
+        """Seconds since the Unix epoch; may jump, when somebody sets the machine's clock."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds since some moment; never jumps. Whatever is a duration is measured by it."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...
@@ -19,6 +23,9 @@ class Clock(Protocol):
 class SystemClock:
     def now(self) -> float:
         return time.time()
+
+    def monotonic(self) -> float:
+        return time.monotonic()
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -327,8 +327,7 @@ class Coordinator:
         """One round of listening, reading, granting and telling. Raises Fenced, StorageError."""
         rollout = self.config.rollout
         try:
-            # A clock that was set back makes a beat due.
-            beat = self._beaten is None or not 0 <= self.clock.now() - self._beaten < rollout.heartbeat_s
+            beat = self._beaten is None or self.clock.monotonic() - self._beaten >= rollout.heartbeat_s
             if beat:
                 await self.dispatcher.listen(patient=self.replaying)
             await self.dispatcher.read(rollout.poll_s if self._wanted else rollout.flush_s)
@@ -336,7 +335,7 @@ class Coordinator:
             self._grant()
             await self._tell(fresh=beat)
             if beat:
-                self._beaten = self.clock.now()
+                self._beaten = self.clock.monotonic()
             self._count_idle()
         finally:
             self._ticked.set()
@@ -347,9 +346,9 @@ class Coordinator:
 
     def _count_idle(self) -> None:
         """Looked at once a tick, so that what is shorter is not seen."""
-        now, busy = self.clock.now(), self.ledger.leases or self.assignments.pending or self.replaying
+        now, busy = self.clock.monotonic(), self.ledger.leases or self.assignments.pending or self.replaying
         if self._idle_since is not None:
-            self.idle_s += max(0.0, now - self._idle_since)
+            self.idle_s += now - self._idle_since
         self._idle_since = None if busy or not self.roster.live() else now
 
     async def _tell(self, fresh: bool = False) -> None:

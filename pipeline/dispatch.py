@@ -212,13 +212,12 @@ class Dispatcher:
         async def drain(known: Known) -> None:
             async with gate:
                 await self.intake.drain(known, self.ledger)
-            known.looked = self.clock.now()
+            known.looked = self.clock.monotonic()
 
         holders, due = self.ledger.held().keys(), []
         for known in self.roster.live():
             announced = known.heartbeat is not None and known.heartbeat.sequence > known.cursor
-            # A clock that was set back makes everything due.
-            waited = not 0 <= self.clock.now() - known.looked < period_s
+            waited = self.clock.monotonic() - known.looked >= period_s
             if announced or (known.ulid in holders and waited):
                 due.append(known)
         outcomes = await asyncio.gather(*(drain(known) for known in due), return_exceptions=True)

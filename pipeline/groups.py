@@ -97,7 +97,7 @@ class Groups:
 
     def tokens_per_s(self) -> float:
         """Over the last minute."""
-        now = self._clock.now()
+        now = self._clock.monotonic()
         while self._lately and self._lately[0][0] < now - RATE_WINDOW_S:
             self._lately.popleft()
         return sum(tokens for _, tokens in self._lately) / RATE_WINDOW_S
@@ -138,7 +138,7 @@ class Groups:
 
     def _count(self, generated: Generated) -> None:
         self.generated_tokens += generated.tokens
-        self._lately.append((self._clock.now(), generated.tokens))
+        self._lately.append((self._clock.monotonic(), generated.tokens))
 
 
 class Trials:

@@ -204,13 +204,13 @@ class VLLM:
 
     async def ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Wait until the server answers. Raises EngineLost after `timeout_s`."""
-        deadline = self.clock.now() + timeout_s
+        deadline = self.clock.monotonic() + timeout_s
         while True:
             try:
                 await self._send("GET", "/health", None, REQUEST_TIMEOUT_S)
                 return
             except (aiohttp.ClientError, TimeoutError, OSError, EngineError) as error:
-                if self.clock.now() >= deadline:
+                if self.clock.monotonic() >= deadline:
                     raise EngineLost(f"vLLM at {self.url} is not ready after {timeout_s:.0f} s: {error}") from None
             await self.clock.sleep(1.0)
 

@@ -47,7 +47,7 @@ class Lead:
         self.recorder = metrics.Recorder(storage, metrics.run_folder())
         self.server = StatusServer("miles_trainer", self.status, self.gauges, self._unready, pause)
         self.phase = "starting"
-        self.started = clock.now()
+        self.started = clock.monotonic()
         self.step = 0
         self.checkpointed: Version | None = None
         self.stored: dict[str, int] | None = None
@@ -165,7 +165,7 @@ class Lead:
         if folder is None:
             return
         statistics = self.coordinator.statistics()
-        began = await self.storage.head("run.json")
+        now, began = self.coordinator.roster.now, await self.storage.head("run.json")  # both by the store's clock
         # Those of earlier trainers are in the store alone.
         rows = self.rows if len(self.rows) == version.step else await metrics.stored(self.storage)
         rewards = [value for row in rows if (value := row.get("reward/mean")) is not None]
@@ -173,7 +173,7 @@ class Lead:
             "run_id": self.config.run_id,
             "steps": version.step,
             "term": version.term,
-            "duration_s": self.clock.now() - (began.modified if began else self.started),
+            "duration_s": now - began.modified if began else self.clock.monotonic() - self.started,
             "reward": {"first": rewards[0], "last": rewards[-1]} if rewards else None,
             "evaluation": self.scoreboard.improvement(),
             "dropped": statistics["dropped"],

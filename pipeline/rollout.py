@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
+import math
 import os
 import random
 import signal
@@ -89,9 +90,9 @@ class Worker:
         self._hold = False  # begin no group
         self._highest: Version | None = None
         self._oldest_finished: float | None = None
-        self._looked = self._changed = -1e9
+        self._looked = self._changed = -math.inf
         self._interval = 0.0  # until the next look
-        self._answered = clock.now()
+        self._answered = clock.monotonic()
         self._met = False  # the run's control file
         self._ended: int | None = None  # term of the trainer that had stopped when we came
 
@@ -120,13 +121,13 @@ class Worker:
         """Tell the trainer how it goes, learn what it wants, and let go of what it no longer wants."""
         if self._until_look() > MOMENT_S:
             return
-        self._looked, before = self.clock.now(), self.control
+        self._looked, before = self.clock.monotonic(), self.control
         try:
             self.control = await self.writer.sync(self._report())
         except StorageError as error:
             self._outage(error)
             return
-        self._answered = self.clock.now()
+        self._answered = self.clock.monotonic()
         self._pace(self.control != before)
         if not self._met:
             self._met, self._ended = True, self.control.term if self.control.stop is not None else None
@@ -136,15 +137,14 @@ class Worker:
             self._special.cancel()
 
     def _until_look(self) -> float:
-        """Seconds; a clock that was set back makes a look due."""
-        passed = self.clock.now() - self._looked
-        return max(0.0, self._interval - passed) if passed >= 0 else 0.0
+        """Seconds."""
+        return max(0.0, self._interval - (self.clock.monotonic() - self._looked))
 
     def _pace(self, changed: bool) -> None:
         """Whoever has nothing to do and is told nothing new looks less and less often."""
         if changed or self.groups.held or self._special:
             self._changed = self._answered
-        rollout, quiet_s = self.config.rollout, max(0.0, self._answered - self._changed)
+        rollout, quiet_s = self.config.rollout, self._answered - self._changed
         self._interval = polling.interval(quiet_s, rollout.poll_s, rollout.heartbeat_s, self.writer.randomness)
 
     def _direct(self) -> None:
@@ -237,7 +237,7 @@ class Worker:
         if not finished:
             self._oldest_finished = None
             return
-        now = self.clock.now()
+        now = self.clock.monotonic()
         self._oldest_finished = self._oldest_finished or now
         version = self.engine.version
         idle = not self.groups.running and not (version and self._waiting(version))
@@ -259,7 +259,7 @@ class Worker:
 
     def _outage(self, error: StorageError) -> None:
         """Sit it out: leases are kept for a while, and what is finished can be delivered later."""
-        if self.clock.now() - self._answered > OUTAGE_S:
+        if self.clock.monotonic() - self._answered > OUTAGE_S:
             raise error
         logger.warning("the store does not answer: %s", error)
 

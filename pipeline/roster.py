@@ -43,7 +43,7 @@ class Known:
     heard: float = 0.0
     """Own time at which the heartbeat was last seen to change."""
     looked: float = -math.inf
-    """Local time of the last look for a shard."""
+    """Of the last look for a shard, by the clock's `monotonic`."""
 
     @classmethod
     def met(cls, heartbeat: Heartbeat) -> "Known":

@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import math
 import random
 
 from pipeline import codec
@@ -85,6 +86,7 @@ class Writer:
         self._handed_back: set[int] = set()
         self._failures: dict[int, str] = {}
         self._said: Heartbeat | None = None
+        self._beaten = -math.inf  # by the clock's `monotonic`
 
     async def register(self) -> None:
         """Become known to the trainer; leases come with a later `sync`."""
@@ -178,7 +180,6 @@ class Writer:
 
     async def _heartbeat(self, report: Report) -> None:
         """Refresh writers/<ulid>.json if it is due, or at once where the trainer should act on a change."""
-        now = self.clock.now()
         heartbeat = Heartbeat(
             ulid=self.ulid,
             instance=self.instance,
@@ -188,16 +189,14 @@ class Writer:
             handed_back=tuple(sorted(self._handed_back)),
             failures=dict(self._failures),
             statistics=report.statistics,
-            refreshed=now,
+            refreshed=self.clock.now(),
         )
-        if (
-            self._said
-            and _urgent(heartbeat) == _urgent(self._said)
-            and 0 <= now - self._said.refreshed < self.heartbeat_s
-        ):
+        is_due = self.clock.monotonic() - self._beaten >= self.heartbeat_s
+        if self._said and _urgent(heartbeat) == _urgent(self._said) and not is_due:
             return
+        beaten = self.clock.monotonic()
         await self.storage.put(writer_key(self.ulid), heartbeat.encode())
-        self._said = heartbeat
+        self._said, self._beaten = heartbeat, beaten
 
 
 def _urgent(heartbeat: Heartbeat) -> tuple[object, ...]:

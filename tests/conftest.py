@@ -19,12 +19,15 @@ if TYPE_CHECKING:  # the Kubernetes client takes a second to import, which only 
 
 
 class SkippingClock:
-    """A clock that moves only by sleeping, and then at once."""
+    """A clock that moves only by sleeping, and then at once; `skew_s` is by how much somebody has set it."""
 
     def __init__(self, time: float = 1_700_000_000.0):
-        self.time = time
+        self.time, self.skew_s = time, 0.0
 
     def now(self) -> float:
+        return self.time + self.skew_s
+
+    def monotonic(self) -> float:
         return self.time
 
     async def sleep(self, seconds: float) -> None:

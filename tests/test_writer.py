@@ -81,11 +81,16 @@ async def test_the_heartbeat_is_refreshed_when_it_is_due_and_not_before(scene: S
     assert (await scene.heard()).refreshed == first.refreshed + 5.0
 
 
-async def test_a_clock_that_was_set_back_does_not_silence_the_writer(scene: Scene, clock):
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+async def test_a_clock_that_is_set_neither_silences_the_writer_nor_hurries_it(scene: Scene, clock, jump: float):
     await scene.writer.sync(IDLE)
-    clock.time -= 3600.0
+    first = await scene.heard()
+    clock.skew_s = jump
     await scene.writer.sync(IDLE)
-    assert (await scene.heard()).refreshed == clock.time
+    assert await scene.heard() == first
+    clock.time += 5.0
+    await scene.writer.sync(IDLE)
+    assert (await scene.heard()).refreshed == clock.now()
 
 
 async def test_a_newly_loaded_version_is_told_at_once(scene: Scene):

@@ -38,6 +38,9 @@ class VirtualClock:
     def now(self) -> float:
         return 1_700_000_000.0 + self.skew_s + asyncio.get_running_loop().time()
 
+    def monotonic(self) -> float:
+        return asyncio.get_running_loop().time()
+
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 

@@ -30,9 +30,9 @@ class RewardModel(Endpoint):
 
     async def until_ready(self, clock: Clock) -> None:
         """Return once the server answers, which it does when it has loaded the model. Raises Unready if it is late."""
-        deadline = clock.now() + START_LIMIT_S
+        deadline = clock.monotonic() + START_LIMIT_S
         while not await self._is_ready():
-            if clock.now() > deadline:
+            if clock.monotonic() > deadline:
                 raise Unready(f"reward model {self.name}: {self._url} is not ready after {START_LIMIT_S:.0f} s")
             await clock.sleep(LOOK_S)
 

@@ -174,14 +174,14 @@ class Storage:
     async def _retry(self, operation: str, key: str, attempt: Callable[[str], Awaitable[T]]) -> T:
         if key or operation != "LIST":
             confined(key)
-        started, pause = self.clock.now(), FIRST_PAUSE_S
+        started, pause = self.clock.monotonic(), FIRST_PAUSE_S
         while True:
             try:
                 answer = await attempt(key)
                 self._failing = False
                 return answer
             except Transient as fault:
-                if self.clock.now() - started >= self.deadline_s:
+                if self.clock.monotonic() - started >= self.deadline_s:
                     raise Unavailable(
                         f"{operation} {self.bucket.name}/{key} failed for {self.deadline_s:.0f} s: {fault}"
                     ) from None
