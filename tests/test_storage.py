@@ -679,13 +679,40 @@ async def test_server_errors_throttling_resets_and_torn_answers_are_tried_again(
         (_http("301 Moved Permanently"), "incorrectly configured region"),
     ],
 )
-async def test_a_refusal_by_the_server_is_one_line_at_once(clock, answer, message):
+@pytest.mark.parametrize("call", [lambda storage: storage.get("shard"), lambda storage: storage.list("")])
+async def test_a_refusal_by_the_server_is_one_line_at_once(clock, answer, message, call):
     async with Answers(answer) as server:
         storage = open_storage("s3://bucket/run", server.endpoint, clock=clock)
         with pytest.raises(StorageError, match=message) as caught:
-            await storage.get("shard")
+            await call(storage)
     assert "\n" not in str(caught.value)
     assert server.requests == 1
+
+
+@pytest.mark.usefixtures("credentials")
+async def test_an_endpoint_without_tls_is_told_from_a_silent_one(clock):
+    async def answer(reader, writer):
+        await reader.read(1)
+        writer.write(_http("400 Bad Request"))
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        storage = open_storage("s3://bucket/run", f"https://127.0.0.1:{port}", clock=clock)
+        with pytest.raises(StorageError, match="does not speak TLS: write http:// instead of https://"):
+            await storage.list("")
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["localhost:8333", "127.0.0.1:8333", "seaweedfs", "ftp://host", "http://", "http://a b", "http://a:b"]
+)
+def test_an_endpoint_that_is_no_url_is_refused_with_where_it_comes_from(monkeypatch, endpoint):
+    with pytest.raises(ValueError, match=f"endpoint {endpoint}, as configured, is no URL: write one, such as http://"):
+        open_storage("s3://bucket/run", endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(ValueError, match=f"endpoint {endpoint}, as AWS_ENDPOINT_URL says, is no URL"):
+        open_storage("s3://bucket/run")
 
 
 def _listing(*keys: str) -> bytes:

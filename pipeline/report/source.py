@@ -8,14 +8,16 @@ from typing import Any
 import pydantic
 
 from pipeline.config import RunConfig
-from pipeline.storage import Corrupted, Storage, StorageError, exists, open_storage
+from pipeline.storage import Corrupted, Storage, StorageError, exists, local_folder, open_storage
 
 ATTEMPT = re.compile(r"attempts/(\d+)\.json")
 PREFIX_FOLDERS = ("attempts", "trainer", "control")
 """One of these lies in each prefix of a run in a store, and none in the folder of a local run."""
 FIELDS_SHOWN = 3
 Document = dict[str, Any]
-REMEDY = "name a folder such as runs/NAME, or the prefix s3://BUCKET/…/RUN-ID that store.uri of its configuration gives"
+REMEDY = (
+    "name a folder such as runs/NAME, or the prefix s3://BUCKET/…/NAMESPACE/NAME/RUN-ID, which `miles store ls` helps to find"
+)
 
 
 async def open_run(run: str, read_only: bool = True) -> tuple[Storage, RunConfig, str]:
@@ -23,19 +25,15 @@ async def open_run(run: str, read_only: bool = True) -> tuple[Storage, RunConfig
 
     `read_only`: nothing is written to a folder, which may be one that cannot be written to.
     """
-    if "://" not in run:
-        folder = pathlib.Path(run).absolute()
+    if (folder := _folder(run)) is not None:
         if not folder.is_dir():
             raise ValueError(f"{run}: there is no such folder; {REMEDY}")
-        file = folder / "run.json"
-        data = file.read_bytes() if file.is_file() else b""
-        config = parse(data)
-        # Only a run's own folder speaks of another place: a prefix is read where it lies, a copy of one included.
-        is_prefix = any((folder / name).is_dir() for name in PREFIX_FOLDERS)
-        if config is not None and not is_prefix:
-            return _of_configuration(config, file, read_only)
-        if not is_prefix:
-            _refuse_other_version(str(file), _json(data))
+        config = of_folder(run)
+        if config is not None:
+            return open_storage(*place(run, config), read_only=read_only), config, config.store.uri
+        if not _is_prefix(folder):
+            file = folder / "run.json"
+            _refuse_other_version(str(file), _json(_bytes(file)))
             fault = f"{file} is no configuration of a run" if file.is_file() else f"{run}: there is no run.json"
             raise ValueError(f"{fault}; {REMEDY}")
         run = folder.as_uri()
@@ -47,6 +45,36 @@ async def open_run(run: str, read_only: bool = True) -> tuple[Storage, RunConfig
         _refuse_other_version(f"{run}/run.json", await read(storage, "run.json", []))
         raise ValueError(f"{run}: neither attempts/ nor run.json there holds the configuration of a run; {REMEDY}")
     return storage, found, run
+
+
+def _folder(run: str) -> pathlib.Path | None:
+    """The folder that is meant, which need not be there; None: another place, or none."""
+    return local_folder(run).absolute() if "://" not in run or run.startswith("file:///") else None
+
+
+def _is_prefix(folder: pathlib.Path) -> bool:
+    return any((folder / name).is_dir() for name in PREFIX_FOLDERS)
+
+
+def of_folder(run: str) -> RunConfig | None:
+    """The configuration in a run's own folder, which speaks of another place; None for all else: a prefix is read where
+    it lies, a copy of one included."""
+    folder = _folder(run)
+    return None if folder is None or _is_prefix(folder) else parse(_bytes(folder / "run.json"))
+
+
+def place(run: str, config: RunConfig) -> tuple[str, str | None, str | None]:
+    """URI, endpoint and region of the store of the run whose folder is `run`. Raises ValueError if it is not there."""
+    store = config.store
+    if not exists(store.uri):
+        raise ValueError(
+            f"{run}: its store {store.uri} is not there: it was moved or deleted, or the run has not begun; {REMEDY}"
+        )
+    return store.uri, store.endpoint, store.region
+
+
+def _bytes(file: pathlib.Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""
 
 
 def _refuse_other_version(place: str, content: Any) -> None:
@@ -63,16 +91,6 @@ def _refuse_other_version(place: str, content: Any) -> None:
             f"{place}: this run comes from another version of Miles, and this one does not understand {shown}: look at "
             "it with the version that made it"
         ) from None
-
-
-def _of_configuration(config: RunConfig, file: pathlib.Path, read_only: bool) -> tuple[Storage, RunConfig, str]:
-    """`file` is where `config` was found."""
-    store = config.store
-    if not exists(store.uri):
-        raise ValueError(
-            f"{file}: its store {store.uri} is not there: it was moved or deleted, or the run has not begun; {REMEDY}"
-        )
-    return open_storage(store.uri, store.endpoint, store.region, read_only=read_only), config, store.uri
 
 
 async def in_store(storage: Storage) -> RunConfig | None:

@@ -69,7 +69,7 @@ async def _missing_key(storage: Storage, folder: str) -> None:
     try:
         found = await storage.get(f"{folder}/missing")
     except StorageError as error:
-        if "access denied" in str(error):
+        if "access denied (AccessDenied" in str(error):
             raise StorageError(
                 f"store {name} answers 403 for a missing key: allow ListBucket on this prefix, or check the credentials"
                 f" ({error})"

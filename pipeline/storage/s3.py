@@ -21,13 +21,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, TypeVar
 
 import obstore
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import S3Store
 
 from pipeline.storage.bucket import ABSENT, Conflict, Object, ObjectInfo, StorageError, Transient, check_size
@@ -62,9 +56,12 @@ MOST_PARTS = 10_000
 OWN_ROLE = "169.254.169.254"
 """Where a machine of Amazon's is told of its role: obstore asks there when the environment says nothing."""
 NO_CREDENTIALS = (
-    "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod or the machine a role; "
-    "that of the machine could not be had"
+    "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod or the machine a role "
+    "(profiles in ~/.aws are not read); that of the machine could not be had"
 )
+NO_BUCKET = "NoSuchBucket"
+HOST = re.compile(r"[A-Za-z0-9._:-]+")
+DENIED = {"401", "403"}
 PASSING_STATUS = {408, 409, 429}
 PASSING_CODES = {"RequestTimeout", "SlowDown", "InternalError", "OperationAborted"}
 
@@ -81,6 +78,8 @@ class S3Bucket:
         for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
             if not endpoint and os.environ.get(name):
                 endpoint, source = os.environ[name], f"as {name} says"
+        if endpoint:
+            _check_endpoint(endpoint, source)
         _check_style(bucket, endpoint)
         self._where = f"endpoint {endpoint}, {source}," if endpoint else "Amazon S3"
         client: ClientConfig = {
@@ -190,33 +189,55 @@ class S3Bucket:
         except (AlreadyExistsError, PreconditionError):
             raise Conflict(f"{self.name}/{key} was written by somebody else") from None
         except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error):
-                raise StorageError(f"bucket {self._bucket} of {self.name} does not exist") from None
-            raise
-        except (PermissionDeniedError, UnauthenticatedError) as error:
-            reason = _reason(str(error))
-            remedy = "set the clock of this machine" if "Skewed" in reason else "check the credentials and their policy"
-            if writes and not os.environ.get("AWS_SERVER_SIDE_ENCRYPTION"):
-                remedy += (
-                    "; if that of the bucket demands encryption, set AWS_SERVER_SIDE_ENCRYPTION (AES256 or aws:kms)"
-                )
-            raise StorageError(f"{self.name}/{key}: access denied ({reason}); {remedy}") from None
+            if NO_BUCKET not in str(error):
+                raise
+            raise self._fault(key, str(error), writes) from None
         except BaseError as error:
-            text = str(error)
-            if fault := re.search(r"InvalidCertificate\(\s*(\w+)", text):
-                raise StorageError(
-                    f"{self.name}: the certificate of its endpoint is refused ({fault[1]}); if an authority of your own"
-                    " has signed it, name the file with its certificate in SSL_CERT_FILE"
-                ) from None
-            if "invalid path" in text:
-                raise StorageError(
-                    f"{self.name} holds an object that keeps it from being listed ({_reason(text)}): delete that object"
-                ) from None
-            kind = Transient if _passing(text) else StorageError
-            if OWN_ROLE in text:
-                raise kind(f"{self.name}: {NO_CREDENTIALS}: {_reason(text)}") from None
-            silent = f"{self._where} does not answer: " if kind is Transient and "status code" not in text else ""
-            raise kind(f"{self.name}/{key}: {silent}{_reason(text)}") from None
+            raise self._fault(key, str(error), writes) from None
+
+    def _fault(self, key: str, text: str, writes: bool) -> StorageError:
+        """What obstore's words mean. Its classes do not tell: those of a listing's faults are all one."""
+        place, reason = f"{self.name}/{key}".rstrip("/"), _reason(text)
+        status = re.search(r"status code: (\d{3})", text)
+        if NO_BUCKET in text:
+            return StorageError(f"bucket {self._bucket} of {self.name} does not exist")
+        if fault := re.search(r"InvalidCertificate\(\s*(\w+)", text):
+            return StorageError(
+                f"{self.name}: the certificate of its endpoint is refused ({fault[1]}); if an authority of your own "
+                "has signed it, name the file with its certificate in SSL_CERT_FILE"
+            )
+        if re.search(r"InvalidMessage\(\s*InvalidContentType", text):
+            return StorageError(f"{self.name}: {self._where} does not speak TLS: write http:// instead of https://")
+        if "invalid path" in text:
+            return StorageError(
+                f"{self.name} holds an object that keeps it from being listed ({reason}): delete that object"
+            )
+        kind = Transient if _passing(text) else StorageError
+        if OWN_ROLE in text:
+            return kind(f"{self.name}: {NO_CREDENTIALS}: {reason}")
+        if kind is StorageError and status and status[1] in DENIED:
+            return StorageError(f"{place}: access denied ({reason}); {_remedy(reason, writes)}")
+        silent = f"{self._where} does not answer: " if kind is Transient and status is None else ""
+        return kind(f"{place}: {silent}{reason}")
+
+
+def _remedy(reason: str, writes: bool) -> str:
+    if "Skewed" in reason:
+        return "set the clock of this machine"
+    remedy = "check the credentials and their policy"
+    if writes and reason.startswith("AccessDenied") and not os.environ.get("AWS_SERVER_SIDE_ENCRYPTION"):
+        remedy += "; if that of the bucket demands encryption, set AWS_SERVER_SIDE_ENCRYPTION (AES256 or aws:kms)"
+    return remedy
+
+
+def _check_endpoint(endpoint: str, source: str) -> None:
+    try:
+        parts = urllib.parse.urlsplit(endpoint)
+        good = parts.scheme in ("http", "https") and parts.port != 0 and HOST.fullmatch(parts.hostname or "")
+    except ValueError:  # the port
+        good = None
+    if not good:
+        raise ValueError(f"endpoint {endpoint}, {source}, is no URL: write one, such as http://localhost:8333")
 
 
 def _check_style(bucket: str, endpoint: str | None) -> None:
