@@ -16,7 +16,8 @@ PREFIX_FOLDERS = ("attempts", "trainer", "control")
 FIELDS_SHOWN = 3
 Document = dict[str, Any]
 REMEDY = (
-    "name a folder such as runs/NAME, or the prefix s3://BUCKET/…/NAMESPACE/NAME/RUN-ID, which `miles store ls` helps to find"
+    "name a folder such as runs/NAME, or the prefix s3://BUCKET/…/NAMESPACE/NAME/RUN-ID, which `miles store ls` helps "
+    "to find"
 )
 
 
@@ -49,7 +50,8 @@ async def open_run(run: str, read_only: bool = True) -> tuple[Storage, RunConfig
 
 def _folder(run: str) -> pathlib.Path | None:
     """The folder that is meant, which need not be there; None: another place, or none."""
-    return local_folder(run).absolute() if "://" not in run or run.startswith("file:///") else None
+    folder = local_folder(run) if "://" not in run or run.startswith("file:///") else None
+    return folder and folder.absolute()
 
 
 def _is_prefix(folder: pathlib.Path) -> bool:
