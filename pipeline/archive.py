@@ -28,7 +28,7 @@ from pipeline.experience import Damaged
 from pipeline.intake import summarise
 from pipeline.messages import shard_key, shard_place
 from pipeline.planning import Choice
-from pipeline.storage import Conflict, Corrupted, Storage, confined, open_storage
+from pipeline.storage import Conflict, Corrupted, Storage, confined, exists, open_storage
 from pipeline.trainer_log import DropReason, GroupRef, Hopeless, Quarantine, Record
 from pipeline.versions import Version
 from pipeline.where import Condition
@@ -74,6 +74,9 @@ async def check(config: RunConfig, storage: Storage) -> None:
     """Raise ValueError, one line, for a source that cannot be trained on, or not in this way. Notes its extent in the
     run's own `storage`, if no earlier trainer has."""
     condition(config)
+    assert config.data.replay_from is not None
+    if not exists(config.data.replay_from.uri):
+        raise ValueError(f"{FIELD}.uri: {config.data.replay_from.uri}: there is no such folder")
     source = _source(config)
     await _agree(config, source)
     records = await _records(config, storage, source)
@@ -88,11 +91,14 @@ async def _agree(config: RunConfig, source: Storage) -> None:
     uri = config.data.replay_from.uri
     try:
         found = await source.get("run.json")
-        there = RunConfig.model_validate(json.loads(found.data)["config"] if found else {})
-    except (Corrupted, ValueError, KeyError, TypeError):
+        content = json.loads(found.data) if found else {}
+        there = RunConfig.model_validate(content.get("config", content))
+    except (Corrupted, ValueError, AttributeError):
         raise ValueError(
             f"{FIELD}.uri: {uri} holds no run.json of a run; name a prefix <root>/<namespace>/<name>/<run id>"
         ) from None
+    if "config" not in content:
+        raise ValueError(f"{FIELD}.uri: {uri} is a run's folder; name its prefix in the store, {there.store.uri}")
     if there.data.replay_from is not None:
         raise ValueError(f"{FIELD}.uri: {uri} has no samples of its own; name {there.data.replay_from.uri}")
     here, drawn = config.algorithm, there.algorithm

@@ -113,6 +113,13 @@ class Or:
 
 Condition = Comparison | OneOf | Like | IsNull | Not | And | Or
 
+HINTS = {
+    "null": "; a missing value is asked for by `is null`",
+    "step": "; version_step is the step of the policy that sampled",
+    "length": "; the length of a list is len(completion_ids)",
+}
+"""By a name that is no column: what may be meant."""
+
 _TOKEN = re.compile(
     r"""\s*(?:(?P<number>-?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?)"""
     r"""|(?P<text>'(?:[^']|'')*')|(?P<quoted>"[^"]*")|(?P<word>[A-Za-z_]\w*)|(?P<sign><=|>=|<>|!=|[=<>(),\[\]]))""",
@@ -132,6 +139,14 @@ def parse(text: str) -> Condition:
     if len(text) > LONGEST:
         raise ValueError(f"the condition has {len(text)} characters, at most {LONGEST} are read")
     return _Parser(_tokens(text)).parse()
+
+
+def rewards(condition: Condition | Value) -> set[str]:
+    """Names of the rewards that it asks for."""
+    if isinstance(condition, Reward):
+        return {condition.name}
+    parts = [getattr(condition, field.name) for field in dataclasses.fields(condition)]
+    return {name for part in parts if isinstance(part, Condition | Value) for name in rewards(part)}
 
 
 def _tokens(text: str) -> list[Token]:
@@ -164,7 +179,9 @@ class _Parser:
 
     def _wrong(self, wanted: str) -> ValueError:
         token = self._next
-        return ValueError(f"character {token.place}: expected {wanted}, got {token.text or 'the end'}")
+        doubled = self.position and token.text == "=" == self.tokens[self.position - 1].text
+        hint = "; equal is a single =" if doubled else ""
+        return ValueError(f"character {token.place}: expected {wanted}, got {token.text or 'the end'}{hint}")
 
     def _take(self, *texts: str) -> str | None:
         """The next token, taken, if it is one of these words or signs; in lower case."""
@@ -268,10 +285,9 @@ class _Parser:
         if name == "rewards":
             return self._reward()
         if name not in COLUMNS:
-            asked = f"; of a list ask for its length: len({name})" if name in LISTS else ""
-            raise ValueError(
-                f"character {token.place}: there is no column {name}{asked or '; there are ' + ', '.join(COLUMNS)}"
-            )
+            asked = f"; of a list ask for its length: len({name})" if name in LISTS else HINTS.get(name.lower(), "")
+            known = f"; there are {', '.join(COLUMNS)}; a text is written '{name}'"
+            raise ValueError(f"character {token.place}: there is no column {name}{asked or known}")
         return Column(name)
 
     def _length(self) -> Length:

@@ -14,7 +14,7 @@ from pipeline.config import RunConfig, StoreConfig
 from pipeline.coordinator import Coordinator
 from pipeline.experience import Rollout, RolloutGroup
 from pipeline.messages import shard_key
-from pipeline.storage import Storage, StorageError, open_storage
+from pipeline.storage import Storage, open_storage
 from pipeline.trainer_log import GroupRef, Hopeless, Plan, Stop, Takeover, decode, encode
 from pipeline.versions import Version
 from tests.conftest import SkippingClock
@@ -250,6 +250,11 @@ async def test_what_cannot_be_trained_on_is_refused_in_one_line(source, changes,
     ("key", "change", "words"),
     [
         ("run.json", lambda data: b"[]", "holds no run.json of a run"),
+        (
+            "run.json",
+            lambda data: json.dumps(json.loads(data)["config"]).encode(),
+            "is a run's folder; name its prefix",
+        ),
         (f"trainer/log/{4:020d}.json", lambda data: encode(Takeover(2)), "is not over"),
         (f"trainer/log/{2:020d}.json", lambda data: b"rot", "is damaged"),
         (f"trainer/log/{2:020d}.json", outside, "names what is no group of samples"),
@@ -263,7 +268,7 @@ async def test_a_source_that_is_no_finished_run_is_refused_in_one_line(source, k
 
 
 async def test_a_folder_that_is_not_there_is_named_and_not_made(tmp_path):
-    with pytest.raises(StorageError, match="there is no such folder"):
+    with pytest.raises(ValueError, match=r"^data\.replayFrom\.uri: .*/missing: there is no such folder"):
         await archive.check(again(f"file://{tmp_path}/missing"), open_storage(f"memory://{tmp_path.name}"))
     assert not (tmp_path / "missing").exists()
 

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import pathlib
 import random
 import re
 import shutil
@@ -22,7 +23,15 @@ from pipeline.experience import Rollout, RolloutGroup
 from pipeline.messages import WriterEntry, evaluation_key, shard_key
 from pipeline.report import history
 from pipeline.resume import State
-from pipeline.storage import MemoryBucket, MemoryStorage, Object, ObjectInfo, Storage, open_storage
+from pipeline.storage import (
+    MemoryBucket,
+    MemoryStorage,
+    Object,
+    ObjectInfo,
+    Storage,
+    StorageError,
+    open_storage,
+)
 from pipeline.store import __main__ as command
 from pipeline.store import garbage, speed
 from pipeline.store.garbage import Facts
@@ -49,6 +58,16 @@ def run(tmp_path) -> str:
     uri = f"file://{tmp_path}/store/default/sums/r1"
     asyncio.run(_run(open_storage(uri), uri))
     return uri
+
+
+@pytest.fixture
+def folder(run, tmp_path) -> pathlib.Path:
+    """The folder of that run, as `miles run` leaves it."""
+    content = json.loads(tmp_path.joinpath("store/default/sums/r1/run.json").read_text())["config"]
+    made = tmp_path / "runs/sums"
+    made.joinpath("logs").mkdir(parents=True)
+    made.joinpath("run.json").write_text(json.dumps(content))
+    return made
 
 
 async def _run(storage: Storage, uri: str) -> None:
@@ -115,6 +134,22 @@ def test_the_check_of_a_store_that_lets_every_writer_win_names_what_fails_and_th
     assert "use a store with atomic conditional writes" in said.err
 
 
+class Denying(MemoryBucket):
+    async def write(self, key, data, metadata, condition):
+        raise StorageError(f"{self.name}/{key}: access denied (InvalidAccessKeyId: none); check the credentials")
+
+    async def read(self, key):
+        return await self.write(key, b"", {}, None)
+
+
+def test_the_check_of_a_store_that_does_nothing_at_all_says_why_in_one_line(capsys):
+    MemoryBucket._named["denying"] = Denying(SkippingClock(), "memory://denying")
+    assert command.main(["check", "memory://denying"]) == 2
+    said = capsys.readouterr()
+    reason = "memory://denying: access denied (InvalidAccessKeyId: none); check the credentials"
+    assert (said.out, said.err) == ("", f"miles store check: {reason}\n")
+
+
 @pytest.mark.parametrize("name", ["{root}/tipo", "file://{root}/tipo", "file://{root}?x=1", "file://{root}#f", "tipo"])
 def test_the_check_makes_no_mistyped_folder(name, tmp_path, monkeypatch, capsys):
     root = tmp_path / "store"
@@ -149,6 +184,39 @@ def test_ls_says_when_a_copied_folder_has_lost_its_checksums(run, tmp_path, caps
     assert command.main(["ls", str(tmp_path / "copy")]) == 0
     count = len(keys(run))
     assert f"miles store ls: {count} objects have no checksum beside them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["store", "store/default/sums/r1/rollouts", "."])
+def test_ls_of_what_is_no_run_counts_no_file_that_is_none_of_its_objects(run, place, tmp_path, capsys):
+    tmp_path.joinpath("notes").write_text("mine")
+    assert command.main(["ls", str(tmp_path / place)]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    lies = tmp_path.rglob("*") if place == "." else (tmp_path / place).rglob("*")
+    count = sum(path.is_file() and ".miles" not in path.parts for path in lies)
+    assert said.out.splitlines()[-1].split()[0] == str(count)
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}", "{}/"])
+@pytest.mark.parametrize("verb", [["ls"], ["check"], ["head"], ["stats"], ["export", "x.jsonl"], ["gc"]])
+def test_the_folder_of_a_run_stands_for_its_place_in_the_store(folder, run, form, verb, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(speed, "LARGE", 1_000_000)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(folder.rglob("*"))
+    said = []
+    for place in (form.format(folder), run):
+        assert command.main([verb[0], place, *verb[1:]]) == 0
+        said.append(re.sub(r" +[\d.,]+ (m?s|MB/s|/s)", "", capsys.readouterr().out))
+    assert verb[0] == "gc" or said[0] == said[1]
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_ls_shows_no_control_sequence(tmp_path, capsys):
+    tmp_path.joinpath("four\x1b[2J").write_text("mine")
+    assert command.main(["ls", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "four\\x1b[2J" in said
+    assert "\x1b" not in said
 
 
 def test_a_dead_endpoint_is_named_at_once_and_how_long_it_is_tried():
@@ -190,7 +258,10 @@ def test_head_shows_the_newest_samples_and_no_control_sequence(run, capsys):
 def test_stats_count_steps_groups_and_tokens(run, capsys):
     assert command.main(["stats", run]) == 0
     said = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said["store"] == run
     assert said["steps planned"] == "2 of 2"
+    assert re.fullmatch(r"4, \d+\.\d KB", said["shards"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", said["last shard written"])
     assert said["groups planned"] == "4"
     assert said["samples"] == "8"
     assert said["completion tokens"] == "16, 2.0 a sample"
@@ -254,9 +325,68 @@ def test_a_condition_that_is_none_is_refused_with_its_place(run, verb, tmp_path,
 
 def test_a_condition_that_chooses_nothing_says_so(run, tmp_path, capsys):
     assert command.main(["export", run, str(tmp_path / "samples.parquet"), "--where", "reward > 7"]) == 2
-    assert "no trained sample is like that" in capsys.readouterr().err
+    assert "no sample is like that" in capsys.readouterr().err
     assert command.main(["stats", run, "--where", "reward > 7"]) == 0
     assert "0 of 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["head", "export"])
+def test_a_reward_that_the_run_does_not_have_is_named(run, verb, tmp_path, capsys):
+    file = [str(tmp_path / "samples.parquet")] if verb == "export" else []
+    assert command.main([verb, run, *file, "--where", "rewards['some'] > 0"]) == 2
+    assert "no sample is like that; the run has no reward some, but sum" in capsys.readouterr().err
+    assert not list(tmp_path.glob("samples*"))
+
+
+def test_a_sample_that_took_no_part_is_not_exported(run, tmp_path):
+    """Half of each group is invalid in a run that trains these again."""
+    uri, file = f"file://{tmp_path}/store/default/sums/r2", tmp_path / "samples.parquet"
+    asyncio.run(_again(open_storage(uri), run))
+    assert command.main(["export", uri, str(file)]) == 0
+    table = pq.read_table(file)
+    assert table["reward"].to_pylist() == [1.0] * 4
+    assert table["invalid"].null_count == 4
+
+
+async def _again(storage: Storage, source: str) -> None:
+    """The run at `source`, trained again from its stored samples, those with a reward of 1."""
+    there = open_storage(source)
+    content = json.loads((await there.get("run.json")).data)
+    content["config"]["data"]["replay_from"] = {"uri": source, "where": "reward = 1"}
+    content["config"]["rewards"] = []
+    await storage.create("run.json", json.dumps(content).encode())
+    for info in await there.list("trainer"):
+        await storage.create(info.key, (await there.get(info.key)).data)
+
+
+def test_who_looks_for_samples_in_a_run_that_has_none_of_its_own_is_told_where_they_are(run, tmp_path, capsys):
+    uri = f"file://{tmp_path}/store/default/sums/r2"
+    asyncio.run(_again(open_storage(uri), run))
+    assert command.main(["head", uri]) == 2
+    assert f"this run has no samples of its own: it trains those of {run}\n" in capsys.readouterr().err
+    assert command.main(["stats", uri]) == 0
+    assert re.search(rf"trains again +{run} where reward = 1\n", capsys.readouterr().out)
+
+
+def test_shards_that_are_gone_are_counted_in_one_line(run, tmp_path, capsys):
+    for shard in sorted(tmp_path.glob("store/default/sums/r1/rollouts/v1/*/*.parquet"))[:3]:
+        shard.unlink()
+    assert command.main(["export", run, str(tmp_path / "samples.parquet")]) == 1
+    said = capsys.readouterr()
+    assert "samples.parquet: 2 samples of 1 step\n" in said.out
+    assert said.err == "left out: 3 groups of 2 steps (1 to 2): their shards are gone, as by store.retention: window\n"
+    assert command.main(["export", run, str(tmp_path / "none.parquet"), "--where", "reward > 7"]) == 2
+    assert "no sample is like that; left out: 3 groups of 2 steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("file", "reason"), [("none/x.jsonl", "No such file"), ("taken.jsonl", "Is a directory")])
+def test_a_file_that_cannot_be_written_is_named_with_the_reason_and_leaves_nothing(run, file, reason, tmp_path, capsys):
+    taken = tmp_path / "taken.jsonl"
+    taken.mkdir()
+    before = sorted(tmp_path.iterdir())
+    assert command.main(["export", run, str(tmp_path / file)]) == 2
+    assert f"{tmp_path}/{file} cannot be written: {reason}" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_stats_pass_over_a_shard_whose_bytes_have_changed(run, tmp_path, capsys):
@@ -294,7 +424,7 @@ def test_export_leaves_out_what_is_damaged_and_says_so(run, tmp_path, capsys):
     assert command.main(["export", run, str(tmp_path / "samples.parquet")]) == 1
     said = capsys.readouterr()
     assert "6 samples of 2 steps" in said.out
-    assert re.fullmatch(rf"left out: step 1: 1 groups: .*{damaged}.*\n", said.err)
+    assert re.fullmatch(rf"left out: step 1: 1 group: .*{damaged}.*\n", said.err)
 
 
 def test_export_of_a_copy_names_the_damaged_shard_and_the_damaged_record_of_the_log(run, tmp_path, capsys):
@@ -306,7 +436,7 @@ def test_export_of_a_copy_names_the_damaged_shard_and_the_damaged_record_of_the_
     folder.joinpath(record).write_text("{}")
     assert command.main(["export", run, str(tmp_path / "samples.parquet")]) == 1
     said = capsys.readouterr()
-    assert "2 samples of 1 steps" in said.out
+    assert "2 samples of 1 step\n" in said.out
     assert said.err.count("left out: ") == 2
     assert f"left out: {record} is damaged" in said.err
     assert damaged in said.err

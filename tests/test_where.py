@@ -83,6 +83,10 @@ def test_duckdb_reads_the_same_condition_in_the_same_way(table, text):
         ("", "character 1: expected a column, a number or 'text', got the end"),
         ("reward", "character 7: expected a comparison, got the end"),
         ("reword > 1", "character 1: there is no column reword; there are index, sample"),
+        ("set = sums", "created; a text is written 'sums'"),
+        ("reward == 1", "character 9: expected a column, a number or 'text', got =; equal is a single ="),
+        ("invalid = NULL", "there is no column NULL; a missing value is asked for by `is null`"),
+        ("step > 3", "there is no column step; version_step is the step of the policy that sampled"),
         ("reward > 'a'", "character 10: a number cannot be compared with a text"),
         ("completion_ids = 1", "there is no column completion_ids; of a list ask for its length: len(completion_ids)"),
         ("reward > 1 reward", "character 12: expected `and`, `or` or the end, got reward"),
@@ -129,3 +133,8 @@ def test_groups_stay_whole_and_the_others_of_a_group_take_no_part(table):
     assert narrowed.num_rows == table.num_rows
     left_out = selection.LEFT_OUT
     assert narrowed["invalid"].to_pylist() == [left_out, None, None, "no score", left_out, left_out]
+
+
+def test_the_rewards_that_a_condition_asks_for_are_known_by_name():
+    asked = "not (rewards['a'] > 1 and index in (1, 2)) or rewards['b'] is null or reward > 0.5"
+    assert where.rewards(where.parse(asked)) == {"a", "b"}

@@ -81,14 +81,13 @@ class LocalBucket:
     async def delete(self, key: str) -> None:
         await self._call(self._delete, key)
 
-    async def unsealed(self, folder: str) -> int:
+    async def unsealed(self) -> int:
         """Objects without metadata: what made or copied them has left their checksums behind, or there were none."""
 
         def count() -> int:
             kept = os.path.join(self.root, HIDDEN, "metadata")
             return sum(
-                not os.path.exists(os.path.join(kept, info.key, info.etag.partition("-")[0]))
-                for info in self._walk(folder)
+                not os.path.exists(os.path.join(kept, info.key, info.etag.partition("-")[0])) for info in self._walk("")
             )
 
         return await self._call(count)
@@ -177,7 +176,7 @@ class LocalBucket:
         if os.path.realpath(top) != top.rstrip("/"):
             raise StorageError(f"{top} is a symbolic link, and so no part of the store")
         for at, folders, files in os.walk(top, onerror=_unless_gone):
-            folders[:] = [name for name in folders if name != HIDDEN or at != self.root]
+            folders[:] = [name for name in folders if name != HIDDEN]
             for name in files:
                 path = os.path.join(at, name)
                 with contextlib.suppress(FileNotFoundError):

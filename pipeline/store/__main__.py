@@ -3,10 +3,12 @@
 import argparse
 import asyncio
 import contextlib
+import os
 import pathlib
+import re
 import shutil
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 try:
@@ -23,9 +25,11 @@ except ModuleNotFoundError as missing:
 
 INCOMPLETE = 1  # exit code for what was done as far as it could be
 REFUSED = 2  # exit code for what the user must mend
-UNITS = ("B", "KB", "MB", "GB", "TB")
 RUN = "a run's folder (runs/NAME) or its prefix in the store (s3://…, file:///…)"
-PLACE = "s3://BUCKET/PREFIX, file:///FOLDER, or a folder"
+PLACE = "s3://BUCKET/PREFIX, file:///FOLDER, or a folder; of a run's folder (runs/NAME) its place in the store"
+KEY = re.compile(rf"^[A-Z]+ (?=\w+://)|/{FOLDER}/[0-9a-f]{{16}}/[0-9a-z/]+")
+"""What tells apart the messages of two checks that fail for one reason."""
+LOG = re.compile(r"((?:.+/)?)trainer/log/\d{20}\.json")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,15 +94,16 @@ def _condition(text: str) -> Condition:
 
 async def check(options: Any) -> int:
     place = _existing(options.uri, "; make it first (mkdir -p) if it is to become a store")
-    with _as_it_was(place):
-        return await _check(open_storage(place))
+    with _as_it_was(place[0]):
+        return await _check(open_storage(*place))
 
 
 async def _check(storage: Storage) -> int:
     findings = await examine(storage)
-    for finding in findings:
-        print(f"{'no' if finding.fault else 'yes':4}{finding.title:60}{finding.seconds:7.2f} s")
-    faults = list(dict.fromkeys(str(finding.fault) for finding in findings if finding.fault))
+    faults = list(dict.fromkeys(KEY.sub("", str(finding.fault)) for finding in findings if finding.fault))
+    if len(faults) != 1 or not all(finding.fault for finding in findings):  # else it did not come to be tried
+        for finding in findings:
+            print(f"{'no' if finding.fault else 'yes':4}{finding.title:60}{finding.seconds:7.2f} s")
     for fault in faults:
         print(f"miles store check: {fault}", file=sys.stderr)
     if faults:
@@ -122,15 +127,18 @@ def _as_it_was(place: str) -> Iterator[None]:
 
 
 async def ls(options: Any) -> int:
-    storage = open_storage(_existing(options.uri), read_only=True)
+    storage = open_storage(*_existing(options.uri), read_only=True)
+    objects = await storage.list("")
+    if not objects:
+        raise ValueError(f"{storage.bucket.name}: no object lies below it")
     folders: dict[str, list[ObjectInfo]] = {}
-    for info in await storage.list(""):
+    for info in objects:
         name, slash, _ = info.key.partition("/")
         folders.setdefault(name + slash, []).append(info)
-    if not folders:
-        raise ValueError(f"{options.uri}: nothing lies there")
-    _print_sizes((name, objects) for name, objects in sorted(folders.items()))
-    if isinstance(storage.bucket, LocalBucket) and (count := await storage.bucket.unsealed("")):
+    print(f"{'objects':>9} {'size':>10}  {storage.bucket.name}")
+    for name, part in [*sorted(folders.items()), ("all of it", objects)]:
+        print(_line(part, samples.shown(name)))
+    if isinstance(storage.bucket, LocalBucket) and (count := await _unsealed(storage.bucket, objects)):
         print(
             f"miles store ls: {count:,} objects have no checksum beside them, as after a copy of the folder: damage to"
             " them is not noticed",
@@ -139,28 +147,31 @@ async def ls(options: Any) -> int:
     return 0
 
 
-def _print_sizes(rows: Iterable[tuple[str, list[ObjectInfo]]]) -> None:
-    for name, objects in rows:
-        print(f"{len(objects):9,} {_size(objects):>10}  {name}")
+async def _unsealed(bucket: LocalBucket, objects: list[ObjectInfo]) -> int:
+    """Of the runs at or below it: each keeps the checksums of its own objects."""
+    runs = {found[1] for info in objects if (found := LOG.fullmatch(info.key))}
+    return sum([await LocalBucket(os.path.join(bucket.root, run), read_only=True).unsealed() for run in runs])
 
 
-def _size(objects: Iterable[Any]) -> str:
-    amount, unit = float(sum(item.size for item in objects)), 0
-    while amount >= 1000 and unit < len(UNITS) - 1:
-        amount, unit = amount / 1000, unit + 1
-    return f"{amount:.0f} {UNITS[unit]}" if unit == 0 else f"{amount:.1f} {UNITS[unit]}"
+def _line(objects: Sequence[Any], text: str) -> str:
+    return f"{len(objects):9,} {samples.size(sum(item.size for item in objects)):>10}  {text}"
 
 
-def _existing(place: str, remedy: str = "") -> str:
-    """The URI of a store. Raises ValueError for a folder that is not there: it may be mistyped, and is not made."""
+def _existing(place: str, remedy: str = "") -> tuple[str, str | None, str | None]:
+    """URI, endpoint and region of a store; of a local run's own folder those of the run's store.
+
+    Raises ValueError for a folder that is not there: it may be mistyped, and is not made.
+    """
     if not exists(place):
         raise ValueError(f"{place}: there is no such folder{remedy}")
-    return place if "://" in place else pathlib.Path(place).absolute().as_uri()
+    if (config := source.of_folder(place)) is not None:
+        return source.place(place, config)
+    return (place if "://" in place else pathlib.Path(place).absolute().as_uri()), None, None
 
 
 async def head_(options: Any) -> int:
-    storage, _, _ = await source.open_run(options.uri)
-    for line in await samples.newest(storage, options.n, options.where):
+    storage, config, _ = await source.open_run(options.uri)
+    for line in await samples.newest(storage, config, options.n, options.where):
         print(line)
     return 0
 
@@ -175,7 +186,8 @@ async def stats(options: Any) -> int:
 async def export_(options: Any) -> int:
     storage, config, _ = await source.open_run(options.uri)
     written = await samples.export(storage, config, options.file, options.where)
-    print(f"{options.file}: {written.samples:,} samples of {written.steps} steps")
+    many = samples.counted
+    print(f"{options.file}: {many(written.samples, 'sample')} of {many(written.steps, 'step')}")
     for omission in written.omissions:
         print(f"left out: {omission}", file=sys.stderr)
     return INCOMPLETE if written.omissions else 0
@@ -186,12 +198,12 @@ async def gc_(options: Any) -> int:
     retention = options.retention or config.store.retention
     removals = await garbage.find(storage, config, retention)
     for why, part in garbage.by_reason(removals).items():
-        print(f"{len(part):9,} {_size(part):>10}  {why}")
+        print(_line(part, why))
         if options.dry_run:
             print("".join(f"{'':22}{removal.key}\n" for removal in part), end="")
     if not options.dry_run:
         await garbage.remove(storage, removals)
-    print(f"{len(removals):9,} {_size(removals):>10}  {'would be' if options.dry_run else 'are'} deleted from {uri}")
+    print(_line(removals, f"{'would be ' if options.dry_run else ''}deleted from {uri}"))
     return 0
 
 

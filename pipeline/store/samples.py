@@ -2,19 +2,21 @@
 
 import collections
 import dataclasses
+import datetime
 import json
 import math
 import os
 import pathlib
 import secrets
 from collections.abc import AsyncIterator, Iterable
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline import archive, codec, experience, selection
+from pipeline import archive, codec, experience, selection, where
 from pipeline.archive import Shelf
 from pipeline.config import RunConfig
 from pipeline.experience import Damaged, RolloutGroup
@@ -24,6 +26,7 @@ from pipeline.storage import Corrupted, ObjectInfo, Storage
 from pipeline.trainer_log import Plan
 from pipeline.where import Condition
 
+UNITS = ("B", "KB", "MB", "GB", "TB")
 WIDTH = 200
 """Characters of a text that are shown."""
 MOST_SHARDS = 200
@@ -32,16 +35,18 @@ RECORDS = 10_000_000
 """Of the trainer's log: all."""
 
 
-async def newest(storage: Storage, count: int, condition: Condition | None = None) -> list[str]:
+async def newest(storage: Storage, config: RunConfig, count: int, condition: Condition | None = None) -> list[str]:
     """The last `count` groups, newest shard first, as lines: those of their samples for which `condition` is true.
 
     Raises ValueError if there are none.
     """
+    if config.data.replay_from is not None:
+        raise ValueError(f"this run has no samples of its own: it trains those of {config.data.replay_from.uri}")
     lines: list[str] = []
     for shard in sorted(await _shards(storage), key=lambda info: info.modified, reverse=True):
         table = await _read(storage, shard.key)
         if isinstance(table, str):
-            lines.append(f"{shard.key} is damaged: {_shown(table)}")
+            lines.append(f"{shard.key} is damaged: {shown(table)}")
             continue
         for group in _groups(table, condition)[:count]:
             lines += _lines(*group)
@@ -49,8 +54,16 @@ async def newest(storage: Storage, count: int, condition: Condition | None = Non
         if count == 0:
             break
     if not lines:
-        raise ValueError("no sample is like that" if condition else "no rollouts have been written yet")
+        raise ValueError(_none_like(condition, config) if condition else "no rollouts have been written yet")
     return lines
+
+
+def _none_like(condition: Condition, config: RunConfig) -> str:
+    known = [reward.name for reward in config.rewards]
+    strange = sorted(where.rewards(condition) - {*known}) if known else []
+    return "no sample is like that" + (
+        f"; the run has no reward {strange[0]}, but {', '.join(known)}" if strange else ""
+    )
 
 
 async def _shards(storage: Storage) -> list[ObjectInfo]:
@@ -70,20 +83,32 @@ def _groups(table: pa.Table, condition: Condition | None) -> list[tuple[RolloutG
 
 
 def _lines(group: RolloutGroup, numbers: list[int]) -> list[str]:
-    lines = [f"index {group.index} of {_shown(group.set)}: {_shown(group.prompt or '')}"]
+    lines = [f"index {group.index} of {shown(group.set)}: {shown(group.prompt or '')}"]
     for number in numbers:
         rollout = group.rollouts[number]
         worth = "unscored" if rollout.reward is None else f"reward {rollout.reward:g}"
-        fate = f"invalid: {_shown(rollout.invalid)}" if rollout.invalid else rollout.finish_reason
+        fate = f"invalid: {shown(rollout.invalid)}" if rollout.invalid else rollout.finish_reason
         step, length = rollout.oldest.step if rollout.spans else "?", len(rollout.completion_ids)
-        lines.append(f"  {number}: {worth}, policy {step}, {length} tokens, {fate}: {_shown(rollout.completion)}")
+        lines.append(f"  {number}: {worth}, policy {step}, {length} tokens, {fate}: {shown(rollout.completion)}")
     return lines
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """One line that no terminal acts on."""
     short = text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in short)
+
+
+def size(amount: float) -> str:
+    """Of bytes. Example: 1500 gives "1.5 KB"."""
+    unit = 0
+    while amount >= 1000 and unit < len(UNITS) - 1:
+        amount, unit = amount / 1000, unit + 1
+    return f"{amount:.1f} {UNITS[unit]}" if unit else f"{amount:.0f} {UNITS[unit]}"
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 async def statistics(storage: Storage, config: RunConfig, condition: Condition | None = None) -> list[tuple[str, str]]:
@@ -91,18 +116,33 @@ async def statistics(storage: Storage, config: RunConfig, condition: Condition |
     past = await history.read(storage, history.Bounds(metrics=1))
     shards = await _shards(storage)
     drops = ", ".join(f"{reason} {count}" for reason, count in sorted(past.drops.items()))
-    size = sum(shard.size for shard in shards)
     rows = [
         ("run", f"{config.namespace}/{config.name} {config.run_id}"),
+        ("store", storage.bucket.name),
+        *_replayed(config),
         ("steps planned", f"{max(past.plans, default=0):,} of {config.algorithm.total_steps:,}"),
         ("groups planned", f"{sum(len(plan.groups) for plan in past.plans.values()):,}"),
         ("groups dropped", drops or "0"),
         ("trainers", f"{past.takeovers}"),
         ("over", past.stop.reason if past.stop else "no"),
         ("damaged shards", f"{past.quarantined}"),
-        ("shards", f"{len(shards):,}, {size / 1e6:,.1f} MB"),
+        *_stored(shards, config),
     ]
     return [*rows, *await _figures(storage, shards, condition)]
+
+
+def _replayed(config: RunConfig) -> list[tuple[str, str]]:
+    source = config.data.replay_from
+    return [] if source is None else [("trains again", source.uri + (f" where {source.where}" if source.where else ""))]
+
+
+def _stored(shards: list[ObjectInfo], config: RunConfig) -> list[tuple[str, str]]:
+    kept = "" if config.store.retention == "all" else ", what was used up is deleted (retention window)"
+    amount = f"{len(shards):,}, {size(sum(shard.size for shard in shards))}{kept}"
+    if not shards:
+        return [("shards", amount)]
+    last = datetime.datetime.fromtimestamp(max(shard.modified for shard in shards), datetime.UTC)
+    return [("shards", amount), ("last shard written", f"{last:%Y-%m-%d %H:%M:%S} UTC")]
 
 
 async def _figures(storage: Storage, shards: list[ObjectInfo], condition: Condition | None) -> list[tuple[str, str]]:
@@ -161,6 +201,8 @@ class Written:
 
 
 class Sink(Protocol):
+    def __init__(self, file: BinaryIO, schema: pa.Schema): ...
+
     def write(self, table: pa.Table) -> None: ...
 
     def close(self) -> None: ...
@@ -170,43 +212,74 @@ async def export(storage: Storage, config: RunConfig, file: str, condition: Cond
     """Write the trained samples for which `condition` is true, a column `step` before their own, through a temporary
     file.
 
-    Raises ValueError for a name that ends in neither .parquet nor .jsonl, and if nothing has been trained.
+    Raises ValueError for a name that ends in neither .parquet nor .jsonl, for a file that cannot be written, and if
+    nothing has been trained.
     """
     kind = pathlib.Path(file).suffix
     if kind not in SINKS:
         raise ValueError(f"{file}: the name must end in {' or '.join(SINKS)}")
-    plans, omissions = await history.plans(storage, RECORDS)
-    shelf = Shelf(archive.shards(config, storage))
-    written, temporary = Written(omissions=omissions), f"{file}.{secrets.token_hex(4)}.partial"
-    sink: Sink | None = None
+    temporary = f"{file}.{secrets.token_hex(4)}.partial"
     try:
-        async for table in _trained(shelf, plans.values(), written, archive.condition(config), condition):
-            sink = sink or SINKS[kind](temporary, table.schema)
-            sink.write(table)
-        if sink is None:
-            why = "nothing has been trained yet, or its shards have been collected"
-            raise ValueError("no trained sample is like that" if condition and written.omissions == [] else why)
-        sink.close()
+        with open(temporary, "xb") as target:
+            written = await _write(storage, config, target, SINKS[kind], condition)
         os.replace(temporary, file)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be written: {error.strerror or error}") from None
     finally:
         pathlib.Path(temporary).unlink(missing_ok=True)
     return written
 
 
+async def _write(
+    storage: Storage, config: RunConfig, target: BinaryIO, kind: type[Sink], condition: Condition | None
+) -> Written:
+    plans, omissions = await history.plans(storage, RECORDS)
+    place = archive.shards(config, storage)
+    there = {shard.key for shard in await _shards(place)}
+    gone = sorted({step for step, plan in plans.items() if any(group.key not in there for group in plan.groups)})
+    written, sink = Written(omissions=omissions), None
+    if gone:
+        count = sum(group.key not in there for plan in plans.values() for group in plan.groups)
+        written.omissions.append(
+            f"{counted(count, 'group')} of {counted(len(gone), 'step')} ({gone[0]} to {gone[-1]}): their shards are "
+            "gone, as by store.retention: window"
+        )
+    try:
+        async for table in _trained(Shelf(place), plans.values(), there, written, archive.condition(config), condition):
+            sink = sink or kind(target, table.schema)
+            sink.write(table)
+    finally:
+        if sink is not None:
+            sink.close()
+    if sink is None:
+        nothing = _none_like(condition, config) if condition else "nothing that was trained is left"
+        left_out = f"; left out: {written.omissions[0]}" if written.omissions else ""
+        raise ValueError(nothing + left_out if plans else "nothing has been trained yet")
+    return written
+
+
 async def _trained(
-    shelf: Shelf, plans: Iterable[Plan], written: Written, own: Condition | None, condition: Condition | None
+    shelf: Shelf,
+    plans: Iterable[Plan],
+    there: set[str],
+    written: Written,
+    own: Condition | None,
+    condition: Condition | None,
 ) -> AsyncIterator[pa.Table]:
-    """A table a step; `own` is the run's condition on the stored samples that it trains again."""
+    """A table a step, of those shards that are `there`; `own` is the run's condition on the stored samples that it
+    trains again."""
     for plan in plans:
-        parts, missing = [], collections.Counter[str]()
+        parts, damaged = [], collections.Counter[str]()
         for group in plan.groups:
+            if group.key not in there:
+                continue
             table = await shelf.table(group)
             if isinstance(table, str):
-                missing[table] += 1
+                damaged[table] += 1
                 continue
             part = selection.narrowed(table.slice(group.start, group.stop - group.start), own)
-            parts.append(selection.rows(part, condition))
-        written.omissions += [f"step {plan.step}: {count} groups: {why}" for why, count in missing.items()]
+            parts.append(selection.rows(part.filter(pc.is_null(part["invalid"])), condition))
+        written.omissions += [f"step {plan.step}: {counted(count, 'group')}: {why}" for why, count in damaged.items()]
         if parts and (table := pa.concat_tables(parts)).num_rows:
             written.steps += 1
             written.samples += table.num_rows
@@ -214,8 +287,8 @@ async def _trained(
 
 
 class ParquetSink:
-    def __init__(self, path: str, schema: pa.Schema):
-        self.writer = pq.ParquetWriter(path, schema, compression="zstd")
+    def __init__(self, file: BinaryIO, schema: pa.Schema):
+        self.writer = pq.ParquetWriter(file, schema, compression="zstd")
 
     def write(self, table: pa.Table) -> None:
         self.writer.write_table(table)
@@ -227,16 +300,16 @@ class ParquetSink:
 class LineSink:
     """JSON, one sample a line; a number that is not finite becomes null."""
 
-    def __init__(self, path: str, schema: pa.Schema):
-        self.file = open(path, "x", encoding="utf-8")  # noqa: SIM115
+    def __init__(self, file: BinaryIO, schema: pa.Schema):
+        self.file = file
 
     def write(self, table: pa.Table) -> None:
         for row in table.to_pylist():
             row["rewards"] = dict(row["rewards"] or [])
-            self.file.write(json.dumps(_finite(row), ensure_ascii=False) + "\n")
+            self.file.write(json.dumps(_finite(row), ensure_ascii=False).encode() + b"\n")
 
     def close(self) -> None:
-        self.file.close()
+        """Nothing is held back."""
 
 
 def _finite(value: Any) -> Any:
@@ -247,4 +320,4 @@ def _finite(value: Any) -> Any:
     return [_finite(entry) for entry in value] if isinstance(value, list) else value
 
 
-SINKS: dict[str, Any] = {".parquet": ParquetSink, ".jsonl": LineSink}
+SINKS: dict[str, type[Sink]] = {".parquet": ParquetSink, ".jsonl": LineSink}

@@ -41,7 +41,7 @@ async def _small(storage: Storage, folder: str) -> list[str]:
         _latency("put of 1 KB", puts),
         _latency("get of 1 KB", gets),
         _latency(f"list of {ROUNDS}", lists),
-        f"{f'puts, {AT_ONCE} at once':30}{rate:10.0f} /s",
+        f"{f'puts, {AT_ONCE} at once':30}{rate:10,.0f} /s",
     ]
 
 
@@ -53,7 +53,7 @@ async def _large(storage: Storage, key: str) -> list[str]:
         up = await _timed(lambda: storage.put_file(key, there))
         down = await _timed(lambda: storage.get_file(key, back))
     name, size = f"{LARGE // 10**6} MB", LARGE / 1e6
-    return [f"{f'put of {name}':30}{size / up:10.0f} MB/s", f"{f'get of {name}':30}{size / down:10.0f} MB/s"]
+    return [f"{f'put of {name}':30}{size / up:10,.0f} MB/s", f"{f'get of {name}':30}{size / down:10,.0f} MB/s"]
 
 
 async def _timed(call: Callable[[], Awaitable[Any]]) -> float:
@@ -63,4 +63,4 @@ async def _timed(call: Callable[[], Awaitable[Any]]) -> float:
 
 
 def _latency(name: str, seconds: list[float]) -> str:
-    return f"{name:30}{1000 * statistics.median(seconds):10.1f} ms, at most {1000 * max(seconds):.1f} ms"
+    return f"{name:30}{1000 * statistics.median(seconds):10.1f} ms in the median, at most {1000 * max(seconds):.1f} ms"
