@@ -72,8 +72,8 @@ def unfit(prompt_ids: Sequence[int], sampling: Sampling, max_model_len: int) -> 
         return "the prompt has no tokens"
     if len(prompt_ids) + sampling.max_new_tokens > max_model_len:
         return (
-            f"the prompt has {len(prompt_ids)} tokens; with max_new_tokens {sampling.max_new_tokens} "
-            f"they exceed max_model_len {max_model_len}"
+            f"the prompt has {len(prompt_ids)} tokens; with sampling.maxNewTokens {sampling.max_new_tokens} "
+            f"they exceed rollout.maxModelLen {max_model_len}"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""A run that begins from a checkpoint of another one: checkpoint.resume_from.
+"""A run that begins from a checkpoint of another one: checkpoint.resumeFrom.
 
 Weights and optimizer state of that checkpoint are those of step 0. Everything else begins anew: steps, the course of
 the learning rate, prompts, random numbers, the KL coefficient, what rewards are normalised by. Of the other run only
@@ -21,7 +21,7 @@ from pipeline.roles import Roles
 from pipeline.storage import Storage, StorageError, Unavailable, exists, open_storage
 from pipeline.versions import Version
 
-FIELD = "checkpoint.resume_from"
+FIELD = "checkpoint.resumeFrom"
 REMEDY = "give the prefix of a run, <store.uri>/<namespace>/<name>/<run id>, or one of the folders in its checkpoints/"
 
 

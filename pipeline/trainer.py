@@ -293,7 +293,7 @@ def _explained(error: Exception) -> tuple[int, str]:
         return termination.USER_ERROR, str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return termination.FAILED, (
-            f"out of GPU memory: lower trainer.max_tokens_per_micro_batch, set trainer.activation_checkpointing or "
+            f"out of GPU memory: lower trainer.maxTokensPerMicroBatch, set trainer.activationCheckpointing or "
             f"trainer.offload, or use more processes ({error})"
         )
     return termination.FAILED, f"{type(error).__name__}: {error}"

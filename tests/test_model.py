@@ -296,9 +296,7 @@ def test_a_sliding_window_shorter_than_the_longest_sample_is_refused(tmp_path):
         **policies.SHAPE, num_key_value_heads=2, intermediate_size=96, sliding_window=100
     )
     folder = save_model(config, tmp_path / "mistral")
-    with pytest.raises(
-        ValueError, match=r"attends to the last 100 tokens only.*set rollout\.max_model_len \(now 128\)"
-    ):
+    with pytest.raises(ValueError, match=r"attends to the last 100 tokens only.*set rollout\.maxModelLen \(now 128\)"):
         build(folder)
     build(folder, max_model_len=100)
 
@@ -315,7 +313,7 @@ def test_positions_that_turn_by_the_longest_sample_beside_them_are_refused(tmp_p
         | {"original_max_position_embeddings": 64},
     )
     folder = save_model(config, tmp_path / kind)
-    with pytest.raises(ValueError, match=rf"beyond 64 tokens \(rope_type {kind}\).*max_model_len \(now 128\) to at"):
+    with pytest.raises(ValueError, match=rf"beyond 64 tokens \(rope_type {kind}\).*maxModelLen \(now 128\) to at"):
         build(folder)
     build(folder, max_model_len=64)
 

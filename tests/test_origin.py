@@ -1,4 +1,4 @@
-"""checkpoint.resume_from: a run begins with the weights and the optimizer of another one, or says why it cannot."""
+"""checkpoint.resumeFrom: a run begins with the weights and the optimizer of another one, or says why it cannot."""
 
 import asyncio
 import json
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_is_missing_or_does_not_fit_is_named_in_one_line(
     tmp_path, tiny, first, place, changes, message
 ):
     config = second(tmp_path, tiny, place(first[0].store.uri), **changes)
-    with pytest.raises(ValueError, match=rf"(?s)^checkpoint\.resume_from: .*{message}") as error:
+    with pytest.raises(ValueError, match=rf"(?s)^checkpoint\.resumeFrom: .*{message}") as error:
         asyncio.run(launch.check_origin(storage_of(config), config))
     assert "\n" not in str(error.value)
 
@@ -211,5 +211,5 @@ def test_what_does_not_fit_exits_3_before_any_rank_starts(tmp_path, tiny, first)
     config = second(tmp_path, tiny, first[0].store.uri, trainer__lora={"rank": 8, "alpha": 8})
     with launched(config, tmp_path, ranks=2) as (process, _):
         assert process.wait(90) == termination.USER_ERROR
-    assert (tmp_path / "termination").read_text().startswith("checkpoint.resume_from: checkpoint t000001-s")
+    assert (tmp_path / "termination").read_text().startswith("checkpoint.resumeFrom: checkpoint t000001-s")
     assert (tmp_path / "output.txt").read_text().count("\n") == 1

@@ -435,7 +435,7 @@ def test_a_prompt_that_leaves_no_room_is_delivered_as_rejected_and_not_sent(play
         group = (await stage.delivers(0))[0]
         for sample in group.rollouts:
             assert sample.invalid is not None
-            assert "exceed max_model_len" in sample.invalid
+            assert "exceed rollout.maxModelLen" in sample.invalid
         assert stage.engine.most_running == 0
         stage.worker.sampler.max_model_len = 1000
         await stage.trainer.grant(stage.worker, {1: 0})

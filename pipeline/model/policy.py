@@ -290,7 +290,7 @@ def _check_attention(model: transformers.PreTrainedModel, config: RunConfig) -> 
             raise ValueError(
                 f"model.uri: {config.model.uri} turns positions otherwise beyond {original} tokens (rope_type {kind}), "
                 "so that a sample's probabilities would depend on what it is packed with, which is not supported; set "
-                f"rollout.max_model_len (now {longest}) to at most {original}"
+                f"rollout.maxModelLen (now {longest}) to at most {original}"
             )
 
 
@@ -306,5 +306,5 @@ def _check_window(text: transformers.PreTrainedConfig, config: RunConfig) -> Non
     if window and slides and window < config.rollout.max_model_len:
         raise ValueError(
             f"model.uri: {config.model.uri} attends to the last {window} tokens only, which is not supported; set "
-            f"rollout.max_model_len (now {config.rollout.max_model_len}) to at most {window}"
+            f"rollout.maxModelLen (now {config.rollout.max_model_len}) to at most {window}"
         )

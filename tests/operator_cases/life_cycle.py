@@ -83,7 +83,7 @@ def a_checkpoint_to_begin_from_reaches_the_trainer_and_one_that_does_not_fit_fai
     scene.until_ready()
     run = json.loads(scene.child("ConfigMap", "config")["data"]["run.json"])
     assert run["checkpoint"]["resume_from"] == origin
-    scene.end_trainer(podstatus.fails(3, f"checkpoint.resume_from: {origin} belongs to model a, this run has b"))
+    scene.end_trainer(podstatus.fails(3, f"checkpoint.resumeFrom: {origin} belongs to model a, this run has b"))
     told = scene.until_told("Failed", "CheckpointNotFound", "True")
     assert "belongs to model a, this run has b" in told["message"]
     assert (scene.status["attempt"]["number"], scene.status["restarts"]) == (0, 0)
