@@ -1,6 +1,7 @@
 """A real S3 server (SeaweedFS) for tests, samples and demonstrations, on loopback in a temporary folder.
 
-`python -m tests.s3server [BUCKET]` runs one until interrupted and prints what to export to use it.
+`python -m tests.s3server [BUCKET]` runs one until interrupted and prints what to export to use it; then
+`miles store check s3://BUCKET` answers, and so does a job whose `store.uri` lies there.
 """
 
 import contextlib
@@ -125,7 +126,7 @@ def main(arguments: list[str]) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         for name, value in server.environment.items():
             print(f"export {name}={value}")
-        print(f"export S3_ENDPOINT={server.endpoint} S3_BUCKET={bucket}", flush=True)
+        print(f"export AWS_ENDPOINT_URL={server.endpoint}", flush=True)
         signal.pause()
 
 

@@ -1,7 +1,8 @@
-"""The snippets of pipeline/README.md read a run's rollouts as they lie; those whose library is missing are skipped."""
+"""The snippets of pipeline/README.md read a run's rollouts as they lie, in a folder and on S3."""
 
 import pathlib
 import re
+import secrets
 
 import pytest
 
@@ -26,11 +27,14 @@ SAID = {
 """What each prints of the run below."""
 
 
-@pytest.fixture
-async def run(tmp_path) -> str:
-    """A folder with the shards of two writers: two groups each, half of their samples right."""
-    folder = tmp_path / "run"
-    storage = open_storage(str(folder))
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.slow)])
+async def run(request, tmp_path, monkeypatch) -> str:
+    """A prefix with the shards of two writers: two groups each, half of their samples right."""
+    place = str(tmp_path / "run")
+    if request.param == "s3":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3_server").endpoint)
+        place = f"s3://miles/{secrets.token_hex(8)}"
+    storage = open_storage(place)
     for number, writer in enumerate("AB"):
         rollouts = [
             Rollout([7, 2], [-0.5, -0.1], text, "stop", reward, {"sum": reward}, None, [(0, Version(1, number))])
@@ -38,7 +42,7 @@ async def run(tmp_path) -> str:
         ]
         groups = [RolloutGroup(2 * number + n, "sums", "2 + 2 =", "4", [5, 9], rollouts, 0.0) for n in range(2)]
         await storage.create(shard_key(writer, 0), codec.encode(groups))
-    return str(folder)
+    return place
 
 
 @pytest.mark.parametrize("library", SAID)

@@ -12,7 +12,7 @@ from pipeline.config import RunConfig
 
 FOLDER = pathlib.Path(__file__).parent.parent / "manifests" / "samples"
 SAMPLES = sorted(FOLDER.glob("*.yaml"))
-ON_ONE_MACHINE = ("tiny", "demo", "full", "reward-model", "environment")
+ON_ONE_MACHINE = ("tiny", "demo", "full", "reward-model", "environment", "replay")
 
 
 def platform(path: pathlib.Path) -> Platform:
