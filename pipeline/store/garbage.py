@@ -180,7 +180,8 @@ async def remove(storage: Storage, removals: list[Removal]) -> None:
     if past.stop is None:
         raise ValueError(
             "the run is not over (its log does not end in a stop record), and a trainer may need what looks unused; "
-            "its own trainer collects as store.retention says; --dry-run shows what could go"
+            "its own trainer collects as store.retention says; --dry-run shows what could go; of a run that nobody "
+            "will resume the whole prefix can be deleted"
         )
     for removal in removals:
         await storage.delete(removal.key)
