@@ -26,7 +26,7 @@ def config_of(folder, **changes):
 
 @pytest.mark.parametrize("lora", [None, policies.LORA], ids=["full", "lora"])
 def test_operations_by_formula_are_those_that_are_counted_less_the_logits_that_are_computed_again(tmp_path, lora):
-    settings = transformers.LlamaConfig(**SHAPE, num_hidden_layers=4, num_key_value_heads=4)
+    settings = transformers.LlamaConfig(**SHAPE, num_hidden_layers=2, num_key_value_heads=4)
     folder = policies.save_model(settings, tmp_path)
     config = config_of(folder, lora=lora)
     policy, batch = model.build(config, CPU), full_batch(config, 1)

@@ -1,6 +1,7 @@
 """pipeline.plan: what it predicts is what the trainer then takes, and what it says of a job is right."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -117,6 +118,21 @@ def took(**parts: float) -> Rehearsal:
     return Rehearsal(10**9, memory, offloaded=0, operations=4 * 10**12, traffic=6 * 10**9, micro_batches=2, tokens=2000)
 
 
+@functools.cache
+def _rehearsed(config: str, ranks: int, unsharded_bytes: int) -> Rehearsal:
+    return rehearse(RunConfig.model_validate_json(config), ranks)
+
+
+def rehearsed(config: RunConfig, ranks: int) -> Rehearsal:
+    """`rehearse`; what several tests ask for is played once."""
+    return _rehearsed(config.model_dump_json(), ranks, distributed.UNSHARDED_BYTES)
+
+
+@pytest.fixture(autouse=True)
+def played_once(monkeypatch):
+    monkeypatch.setattr(planner, "rehearse", rehearsed)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
@@ -132,7 +148,7 @@ def config(folder):
 @pytest.fixture(scope="module")
 def plain(config):
     """The rehearsal of one rank that trains all weights."""
-    return rehearse(config, 1)
+    return rehearsed(config, 1)
 
 
 def test_a_rehearsal_fills_its_micro_batches_and_gives_every_rank_two_of_each_update(config):
@@ -154,7 +170,7 @@ def test_parts_of_a_rehearsal_are_what_they_are_called(config, plain):
 
 def test_the_reference_of_full_fine_tuning_is_a_second_model(config, plain):
     algorithm = config.algorithm.model_copy(update={"kl_coefficient": 0.1})
-    with_reference = rehearse(config.model_copy(update={"algorithm": algorithm}), 1)
+    with_reference = rehearsed(config.model_copy(update={"algorithm": algorithm}), 1)
     assert with_reference.memory["weights"] == pytest.approx(2 * plain.memory["weights"], rel=0.01)
     assert with_reference.memory["optimizer"] == plain.memory["optimizer"]
 
@@ -166,7 +182,7 @@ def offloading(config: RunConfig, what: str) -> RunConfig:
 
 
 def test_what_is_offloaded_is_counted_apart_from_the_device(config):
-    none, reference, whole = (rehearse(offloading(config, what), 2) for what in ("none", "reference", "all"))
+    none, reference, whole = (rehearsed(offloading(config, what), 2) for what in ("none", "reference", "all"))
     assert none.offloaded == 0
     model = none.memory["weights"] / 1.5  # the policy is shared by the two ranks, each has the reference whole
     assert reference.offloaded == pytest.approx(model / 2, rel=0.02)
@@ -187,7 +203,7 @@ def test_a_critic_is_rehearsed_too(folder, training):
     config = config_of("small", training, folder)
     parameters = ALGORITHMS["ppo"].parameters
     algorithm = config.algorithm.model_copy(update={"type": "ppo", "parameters": parameters, "total_steps": 100})
-    plain, with_critic = rehearse(config, 1), rehearse(config.model_copy(update={"algorithm": algorithm}), 1)
+    plain, with_critic = rehearsed(config, 1), rehearsed(config.model_copy(update={"algorithm": algorithm}), 1)
     more = with_critic.memory["optimizer"] / plain.memory["optimizer"]
     assert 1.7 < more < 2.1
     assert with_critic.memory["weights"] / plain.memory["weights"] < (1.9 if training == "full" else 1.1)
@@ -195,7 +211,7 @@ def test_a_critic_is_rehearsed_too(folder, training):
 
 def test_ranks_share_weights_gradients_and_optimizer_and_pay_with_traffic(config, monkeypatch):
     monkeypatch.setattr(distributed, "UNSHARDED_BYTES", 0)
-    alone, many = rehearse(config, 1), rehearse(config, 16)
+    alone, many = rehearsed(config, 1), rehearsed(config, 16)
     for part in ("weights", "gradients", "optimizer"):
         assert many.memory[part] == pytest.approx(alone.memory[part] / 16, rel=0.05), part
     assert alone.traffic == 0 < many.traffic
@@ -205,14 +221,14 @@ def test_ranks_share_weights_gradients_and_optimizer_and_pay_with_traffic(config
 def test_copies_of_the_model_are_shared_by_fewer_ranks_each(config, monkeypatch):
     monkeypatch.setattr(distributed, "UNSHARDED_BYTES", 0)
     trainer = config.trainer.model_copy(update={"model_replicas": 4})
-    one, four = rehearse(config, 16), rehearse(config.model_copy(update={"trainer": trainer}), 16)
+    one, four = rehearsed(config, 16), rehearsed(config.model_copy(update={"trainer": trainer}), 16)
     for part in ("weights", "gradients", "optimizer"):
         assert four.memory[part] == pytest.approx(4 * one.memory[part], rel=0.05), part
 
 
 def test_recomputing_activations_saves_their_memory_and_costs_operations(config, plain):
     trainer = config.trainer.model_copy(update={"activation_checkpointing": True})
-    frugal = rehearse(config.model_copy(update={"trainer": trainer}), 1)
+    frugal = rehearsed(config.model_copy(update={"trainer": trainer}), 1)
     assert frugal.memory["activations"] < 0.8 * plain.memory["activations"]
     assert 1.1 < frugal.operations / plain.operations < 1.4
 
