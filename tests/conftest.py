@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipeline.storage import Faults, FaultyBucket, LocalBucket, MemoryBucket, Storage
+from pipeline.storage import Faults, FaultyBucket, LocalBucket, MemoryBucket, Storage, open_storage
 from tests import s3server
 
 if TYPE_CHECKING:  # the Kubernetes client takes a second to import, which only its tests should wait for
@@ -85,6 +85,14 @@ def open_client(request: pytest.FixtureRequest, tmp_path: os.PathLike[str]) -> O
 def storage(open_client: Open) -> Storage:
     """A store of each kind in turn: memory, a local folder, S3."""
     return open_client()
+
+
+async def copy(source: str, target: str) -> None:
+    """Every object of a store, by its URI, into another, the oldest first; a copy of the folder would leave their
+    checksums behind."""
+    there, here = open_storage(source), open_storage(target)
+    for info in sorted(await there.list(""), key=lambda info: info.modified):
+        await here.create(info.key, (await there.get(info.key)).data)
 
 
 @pytest.hookimpl(wrapper=True)

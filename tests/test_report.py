@@ -35,6 +35,7 @@ from pipeline.storage import Storage, open_storage
 from pipeline.trainer_log import Drop, GroupRef, Plan, Stop, TrainerLog
 from pipeline.versions import Version
 from tests import browser
+from tests.conftest import copy
 
 HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\"><!--"
 STEPS, PROMPTS, SAMPLES = 12, 3, 4
@@ -128,21 +129,34 @@ async def evaluated(storage: Storage, step: int, scores: list[float]) -> None:
     await storage.create(evaluation_key(step), json.dumps(result).encode())
 
 
-@pytest.fixture
-def run_folder(tmp_path: pathlib.Path) -> pathlib.Path:
-    """What `miles run` leaves of a finished run."""
-    config = configuration(tmp_path)
-    (tmp_path / "run.json").write_text(config.model_dump_json())
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A finished run."""
+    config = configuration(tmp_path_factory.mktemp("finished"))
 
     async def fill() -> None:
         storage = open_storage(config.store.uri)
         await storage.create("run.json", b"{}")
-        await storage.create("attempts/0.json", config.model_dump_json().encode())
         await trained(storage, STEPS, HOSTILE)
         await evaluated(storage, 0, [0.0] * 30 + [1.0] * 2)
         await evaluated(storage, STEPS, [0.0] * 4 + [1.0] * 28)
         manifest = {"run_id": config.run_id, "version": [1, STEPS]}
         await open_storage(config.output.uri).put("MANIFEST.json", json.dumps(manifest).encode())
+
+    asyncio.run(fill())
+    return config
+
+
+@pytest.fixture
+def run_folder(finished: RunConfig, tmp_path: pathlib.Path) -> pathlib.Path:
+    """What `miles run` leaves of it."""
+    config = configuration(tmp_path)
+    (tmp_path / "run.json").write_text(config.model_dump_json())
+
+    async def fill() -> None:
+        await copy(finished.store.uri, config.store.uri)
+        await copy(finished.output.uri, config.output.uri)
+        await open_storage(config.store.uri).create("attempts/0.json", config.model_dump_json().encode())
 
     asyncio.run(fill())
     return tmp_path

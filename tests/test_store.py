@@ -38,7 +38,7 @@ from pipeline.store.garbage import Facts
 from pipeline.trainer_log import GroupRef, Plan
 from pipeline.versions import Version
 from pipeline.writer import Report, Writer
-from tests.conftest import SkippingClock
+from tests.conftest import SkippingClock, copy
 from tests.test_storage import Careless
 
 STEPS = 2
@@ -52,11 +52,24 @@ def group(index: int, completion: str = "4") -> RolloutGroup:
     return RolloutGroup(index, "sums", "2 + 2 =", "4", [5, 9], rollouts, 0.0)
 
 
+RUN = "store/default/sums/r1"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> pathlib.Path:
+    """A folder with RUN, a run that two steps of two groups each have finished."""
+    folder = tmp_path_factory.mktemp("finished")
+    asyncio.run(_finish(open_storage(f"file://{folder}/{RUN}"), f"file://{folder}/{RUN}"))
+    return folder
+
+
 @pytest.fixture
-def run(tmp_path) -> str:
-    """The URI of a run that two steps of two groups each have finished."""
-    uri = f"file://{tmp_path}/store/default/sums/r1"
-    asyncio.run(_run(open_storage(uri), uri))
+def run(finished, tmp_path) -> str:
+    """The URI of that run, in a folder of the test's own."""
+    uri = f"file://{tmp_path}/{RUN}"
+    told = (finished / RUN / "run.json").read_text().replace(str(finished), str(tmp_path))
+    asyncio.run(copy(f"file://{finished}/{RUN}", uri))
+    asyncio.run(open_storage(uri).put("run.json", told.encode()))
     return uri
 
 
@@ -70,7 +83,7 @@ def folder(run, tmp_path) -> pathlib.Path:
     return made
 
 
-async def _run(storage: Storage, uri: str) -> None:
+async def _finish(storage: Storage, uri: str) -> None:
     clock = SkippingClock()
     config = RunConfig.model_validate(
         {
