@@ -28,6 +28,10 @@ from operators.watch import KINDS, RETRY_S, follow
 
 ECHO_S = 0.2
 """Changes of children and of status are gathered for so long; a new or edited job is looked at at once."""
+LOOKS = 24
+"""Jobs that are planned and acted for at once, in the order in which they came. Of more that come in a burst all would
+have their first children early and their last one late. Those at which nothing has changed do not count: they may each
+wait for a trainer that does not answer."""
 SPACING_S = 1.0
 """From the end of a look at a job to the next that nothing but such changes asks for, at least."""
 PASS_LIMIT_S = 60.0
@@ -83,6 +87,7 @@ class Controller:
         self.workers, self.may_act, self.now = workers, may_act, now
         self.queue: WorkQueue[JobKey] = WorkQueue(telemetry.waited.observe, SPACING_S)
         self.jobs: dict[JobKey, Known] = {}
+        self._looks = asyncio.Semaphore(LOOKS)
         self._doubted: set[JobKey] = set()
         """Jobs of which the watch may not have told all: the next look asks the server."""
         self._standing: dict[JobKey, Standing] = {}
@@ -149,7 +154,8 @@ class Controller:
             standing = self._standing.get(key)
             if told and standing is not None and await self._stands(key, standing):
                 return standing.again_s
-            return await self._look(key, told)
+            async with self._looks:
+                return await self._look(key, told)
         except BaseException:
             self._doubted.add(key)
             raise

@@ -12,8 +12,9 @@ import pytest
 from operators import reconcile as reconciler
 from operators.cache import Cache, JobKey
 from operators.cluster import ApiError, Conflict
-from operators.controller import Controller
+from operators.controller import LOOKS, Controller
 from operators.liveness import Health
+from operators.observed import Plan
 from operators.reconcile import reconcile
 from operators.telemetry import Telemetry
 from tests.situations import PLATFORM, Story
@@ -259,3 +260,40 @@ async def test_jobs_are_told_by_the_replica_that_leads_and_by_no_other(monkeypat
     await found.lead("miles-system")
     assert told == [("default", "arithmetic", "Running", True, "Training")]
     assert not list(found.telemetry.jobs())
+
+
+class Slow(Server):
+    """Takes a second for a look at a job with nothing yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks, self.most, self.begun = 0, 0, list[str]()
+
+    async def foreign(self, key: JobKey, uid: str) -> frozenset[Any]:
+        if key != KEY:
+            self.looks += 1
+            self.most = max(self.most, self.looks)
+            self.begun.append(key.name)
+            await asyncio.sleep(1)
+            self.looks -= 1
+        return frozenset()
+
+
+@in_virtual_time
+async def test_of_a_burst_a_few_jobs_are_looked_at_at_once_in_order_and_quiet_ones_do_not_wait_for_them() -> None:
+    server = Slow()
+    found = controller(server)
+    await found.visit(KEY)
+    found.heard("MODIFIED", server.job)
+    await found.visit(KEY)
+    names = [f"job-{number:02}" for number in range(2 * LOOKS)]
+    for number, name in enumerate(names):
+        metadata = server.job["metadata"] | {"name": name, "uid": f"uid-{number}"}
+        found.heard("ADDED", server.job | {"metadata": metadata, "status": {}})
+    found.reconcile = lambda *_: Plan()
+    async with asyncio.TaskGroup() as group:
+        burst = [group.create_task(found.visit(JobKey("default", name))) for name in names]
+        await asyncio.sleep(0.5)
+        await asyncio.wait_for(found.visit(KEY), 0.1)
+        assert not any(each.done() for each in burst)
+    assert (server.begun, server.most) == (names, LOOKS)
