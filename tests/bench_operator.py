@@ -169,7 +169,9 @@ def memory(operator: Replica, when: str) -> Row:
 
 
 def settled(plane: ControlPlane, jobs: int) -> None:
-    """Until the trainers of all jobs are ready, by their status."""
+    """Until the trainers of all jobs are ready, by their status. All of them are not listed while the last are made,
+    which would cost the API server more than those."""
+    settle_writes(plane)
 
     def ready() -> bool:
         found = plane.api.list("RLJob", NAMESPACE)
