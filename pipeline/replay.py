@@ -34,6 +34,7 @@ except ModuleNotFoundError as missing:
     print(f"miles replay: needs {missing.name}, which is not installed: pip install 'miles[trainer]'", file=sys.stderr)
     sys.exit(2)
 
+from pipeline import terminal
 from pipeline.checkpoint import Checkpoint
 from pipeline.config import AlgorithmConfig, RunConfig
 from pipeline.experience import Damaged
@@ -108,6 +109,8 @@ def main() -> int:
             if not (pathlib.Path(config.model.path) / "config.json").is_file():
                 raise ValueError(f"the base model is not in {config.model.path}; name its folder with --model")
             return replay(config, storage, background, options.step)
+    except BrokenPipeError:
+        raise
     except (ValueError, StorageError, OSError) as error:
         print(f"miles replay: {error}", file=sys.stderr)
         return REFUSED
@@ -246,4 +249,4 @@ def samples_table(batch: Batch, plan: Plan, samples: Mapping[int, Sample]) -> st
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    terminal.run(main)

@@ -8,6 +8,7 @@ import os
 import sys
 
 from pipeline import config as configuration
+from pipeline import terminal
 from pipeline.devices import DEVICES
 from pipeline.plan.machines import GIB, Machines
 
@@ -114,4 +115,4 @@ def refuse(reason: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    terminal.run(main)

@@ -5,6 +5,8 @@ import asyncio
 import pathlib
 import sys
 
+from pipeline import terminal
+
 REFUSED = 2  # exit code for what the user must mend
 
 
@@ -35,4 +37,4 @@ def refuse(reason: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    terminal.run(main)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 try:
-    from pipeline import where
+    from pipeline import terminal, where
     from pipeline.report import source
     from pipeline.storage import LocalBucket, ObjectInfo, Storage, StorageError, exists, local_folder, open_storage
     from pipeline.storage.check import FOLDER, examine
@@ -36,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return asyncio.run(options.act(options))
+    except BrokenPipeError:
+        raise
     except (ValueError, StorageError, OSError) as error:
         print(f"miles store {options.command}: {error}", file=sys.stderr)
         return REFUSED
@@ -208,4 +210,4 @@ async def gc_(options: Any) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    terminal.run(main)
