@@ -388,6 +388,8 @@ def test_shards_that_are_gone_are_counted_in_one_line(run, tmp_path, capsys):
     said = capsys.readouterr()
     assert "samples.parquet: 2 samples of 1 step\n" in said.out
     assert said.err == "left out: 3 groups of 2 steps (1 to 2): their shards are gone, as by store.retention: window\n"
+    assert command.main(["stats", run]) == 0
+    assert "; those of 3 planned groups are gone\n" in capsys.readouterr().out
     assert command.main(["export", run, str(tmp_path / "none.parquet"), "--where", "reward > 7"]) == 2
     assert "no sample is like that; left out: 3 groups of 2 steps" in capsys.readouterr().err
 

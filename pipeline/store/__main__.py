@@ -202,7 +202,7 @@ async def gc_(options: Any) -> int:
     for why, part in garbage.by_reason(removals).items():
         print(_line(part, why))
         if options.dry_run:
-            print("".join(f"{'':22}{removal.key}\n" for removal in part), end="")
+            print("".join(f"{'':22}{key}\n" for key in sorted(removal.key for removal in part)), end="")
     if not options.dry_run:
         await garbage.remove(storage, removals)
     print(_line(removals, f"{'would be ' if options.dry_run else ''}deleted from {uri}"))

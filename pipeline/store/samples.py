@@ -126,7 +126,7 @@ async def statistics(storage: Storage, config: RunConfig, condition: Condition |
         ("trainers", f"{past.takeovers}"),
         ("over", past.stop.reason if past.stop else "no"),
         ("damaged shards", f"{past.quarantined}"),
-        *_stored(shards, config),
+        *_stored(shards, () if config.data.replay_from else past.plans.values()),
     ]
     return [*rows, *await _figures(storage, shards, condition)]
 
@@ -136,9 +136,11 @@ def _replayed(config: RunConfig) -> list[tuple[str, str]]:
     return [] if source is None else [("trains again", source.uri + (f" where {source.where}" if source.where else ""))]
 
 
-def _stored(shards: list[ObjectInfo], config: RunConfig) -> list[tuple[str, str]]:
-    kept = "" if config.store.retention == "all" else ", what was used up is deleted (retention window)"
-    amount = f"{len(shards):,}, {size(sum(shard.size for shard in shards))}{kept}"
+def _stored(shards: list[ObjectInfo], plans: Iterable[Plan]) -> list[tuple[str, str]]:
+    there = {shard.key for shard in shards}
+    gone = sum(group.key not in there for plan in plans for group in plan.groups)
+    amount = f"{len(shards):,}, {size(sum(shard.size for shard in shards))}"
+    amount += f"; those of {counted(gone, 'planned group')} are gone" if gone else ""
     if not shards:
         return [("shards", amount)]
     last = datetime.datetime.fromtimestamp(max(shard.modified for shard in shards), datetime.UTC)
