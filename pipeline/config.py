@@ -215,7 +215,8 @@ class RolloutConfig(Config):
     """Groups after which a shard is written at once."""
     poll_s: float = 0.5
     """Seconds between two looks at control/state.json while there is work; a worker without any looks less and less
-    often, down to once in heartbeat_s, and finds new work later by a twentieth of the time it has waited."""
+    often, down to once in heartbeat_s, and finds new work later by a twentieth of the time it has waited. So does the
+    trainer, of each worker that has long delivered nothing."""
     heartbeat_s: float = 5.0
     """Seconds between two refreshes of writers/<ulid>.json; twice as many where the worker idles."""
     lease_timeout_s: float = 60.0

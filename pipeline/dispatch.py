@@ -9,7 +9,7 @@ import itertools
 import logging
 from collections.abc import Iterable
 
-from pipeline import planning
+from pipeline import planning, polling
 from pipeline.algorithms.registry import ALGORITHMS
 from pipeline.clock import Clock
 from pipeline.config import RunConfig
@@ -138,6 +138,7 @@ class Dispatcher:
         indices = list(itertools.islice(self.ledger.free(), capacity))
         for index, ulid in grant(indices, holders, self.rollout.max_concurrent_groups, self.suspicions):
             self.ledger.lease(index, Lease(ulid, version.step, self.roster.elapsed))
+            self.roster.writers[ulid].stirred = self.clock.monotonic()
 
     # Listening
 
@@ -206,19 +207,23 @@ class Dispatcher:
                 known.cursor = known.promised
 
     async def read(self, period_s: float) -> None:
-        """Take in new shards, looking at each writer that may have one every `period_s`, or at once if it says so."""
+        """Take in new shards, looking at each writer that may have one every `period_s`, less and less often while it
+        is quiet, or at once if it says so."""
         gate = asyncio.Semaphore(GETS_AT_ONCE)
 
         async def drain(known: Known) -> None:
+            before = known.cursor
             async with gate:
                 await self.intake.drain(known, self.ledger)
             known.looked = self.clock.monotonic()
+            if known.cursor > before:
+                known.stirred = known.looked
 
-        holders, due = self.ledger.held().keys(), []
+        holders, due, now = self.ledger.held().keys(), [], self.clock.monotonic()
         for known in self.roster.live():
             announced = known.heartbeat is not None and known.heartbeat.sequence > known.cursor
-            waited = self.clock.monotonic() - known.looked >= period_s
-            if announced or (known.ulid in holders and waited):
+            patience_s = polling.patience(now - known.stirred, period_s, self.rollout.heartbeat_s)
+            if announced or (known.ulid in holders and now - known.looked >= patience_s):
                 due.append(known)
         outcomes = await asyncio.gather(*(drain(known) for known in due), return_exceptions=True)
         for outcome in outcomes:

@@ -44,6 +44,8 @@ class Known:
     """Own time at which the heartbeat was last seen to change."""
     looked: float = -math.inf
     """Of the last look for a shard, by the clock's `monotonic`."""
+    stirred: float = -math.inf
+    """By the same, when it was last granted something, or delivered it."""
 
     @classmethod
     def met(cls, heartbeat: Heartbeat) -> "Known":

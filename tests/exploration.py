@@ -26,6 +26,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from pipeline import resume
+from pipeline.clock import SystemClock
 from pipeline.config import RunConfig
 from pipeline.coordinator import Coordinator
 from pipeline.intake import Intake
@@ -140,7 +141,7 @@ class State:
         )
 
     def _trainer(self) -> Coordinator:
-        trainer = Coordinator(None, self.config, None, random.Random(0))  # type: ignore[arg-type]
+        trainer = Coordinator(None, self.config, SystemClock(), random.Random(0))  # type: ignore[arg-type]
         trainer.dispatcher.intake = Shelf(self.shards)
         return trainer
 

@@ -3,6 +3,7 @@ import dataclasses
 import json
 import random
 
+import numpy as np
 import pytest
 
 from pipeline import trainer_log
@@ -303,6 +304,38 @@ async def test_the_trainers_own_clock_may_jump(scene: Scene, jump: float):
     await scene.tick(trainer)
     control = (await scene.control()).writers[writer.ulid]
     assert (control.final, control.acknowledged) == (None, 1)
+
+
+async def test_a_quiet_writer_is_looked_at_less_and_less_often_and_again_every_poll_when_it_has_stirred(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    trainer, looks, poll_s = await scene.trainer(), [], scene.config.rollout.poll_s
+    get = trainer.storage.get
+
+    async def noticed(key: str) -> Object | None:
+        if key.startswith("rollouts/"):
+            looks.append(scene.clock.time)
+        return await get(key)
+
+    monkeypatch.setattr(trainer.storage, "get", noticed)
+    writer = await scene.writer("rollout-0")
+    await scene.tick(trainer)
+    plan = asyncio.create_task(trainer.next_plan(1))
+    for _ in range(int(200 / poll_s)):
+        await keep_alive(scene, writer)
+        await scene.tick(trainer, poll_s)
+    gaps = np.diff(looks)
+    assert gaps[:10].tolist() == pytest.approx([poll_s] * 10)
+    assert gaps.max() == pytest.approx(HEARTBEAT_S)
+    assert (np.diff(gaps) >= 0).all()
+    await writer.commit([group(0)])
+    looks.clear()
+    while 0 not in trainer.ledger.delivered:
+        await scene.tick(trainer, poll_s)
+    for _ in range(10):
+        await scene.tick(trainer, poll_s)
+    assert np.diff(looks[1:]).tolist() == pytest.approx([poll_s] * 10)
+    plan.cancel()
 
 
 async def test_a_new_process_in_the_same_slot_replaces_the_old_one_at_once(scene: Scene):

@@ -4,6 +4,7 @@ import asyncio
 import collections
 import random
 
+import numpy as np
 import pytest
 
 from pipeline import batching, polling
@@ -120,6 +121,16 @@ class Run:
             self.finished = step
 
 
+@pytest.mark.parametrize("quiet_s", [3.0, 30.0, 90.0, 3600.0])
+@pytest.mark.parametrize(("shortest_s", "longest_s"), [(0.5, 5.0), (2.0, 5.0), (5.0, 5.0)])
+def test_the_looks_of_a_quiet_time_are_counted_rather_too_many_than_too_few(quiet_s, shortest_s, longest_s):
+    looks, looked = 0, 0.0
+    for now in np.arange(0.0, quiet_s, 0.05):
+        if now - looked >= polling.patience(now, shortest_s, longest_s):
+            looks, looked = looks + 1, now
+    assert looks <= polling.looks(quiet_s, shortest_s, longest_s) <= 1.1 * looks + 1
+
+
 @in_virtual_time
 async def test_a_worker_whose_trainer_has_stopped_polls_no_more_than_stated_and_writes_no_shard_for_an_hour():
     config = configuration()
@@ -152,7 +163,7 @@ async def test_a_trainer_without_workers_polls_no_more_than_stated_and_says_what
     await asyncio.sleep(10)
     counted.calls.clear()
     await asyncio.sleep(HOUR_S)
-    stated = requests.trainer(config, workers=0, waiting=1.0)
+    stated = requests.trainer(config, workers=0, waiting=1.0, quiet_s=HOUR_S)
     assert counted.calls["list"] == pytest.approx(stated.list, rel=0.15)
     assert counted.calls["put"] == pytest.approx(stated.put, rel=0.15)
     assert counted.calls["get"] == stated.get == 0
@@ -160,7 +171,7 @@ async def test_a_trainer_without_workers_polls_no_more_than_stated_and_says_what
     await run.stop()
 
 
-@pytest.mark.parametrize(("workers", "generate_s", "train_s"), [(3, 12.0, 2.0), (2, 1.0, 10.0)])
+@pytest.mark.parametrize(("workers", "generate_s", "train_s"), [(3, 12.0, 2.0), (2, 1.0, 10.0), (3, 100.0, 2.0)])
 @in_virtual_time
 async def test_requests_of_a_run_are_those_that_the_plan_states(workers, generate_s, train_s):
     """At most, and not twice as many: how groups fall into shards is a matter of chance."""

@@ -4,7 +4,8 @@ Polling goes by the clock, whatever is trained: each worker reads control/state.
 heartbeat every `heartbeat_s`, or, when it has long had nothing to do, every `heartbeat_s` and every other time; the
 trainer, every `heartbeat_s`, lists writers/, reads each heartbeat and rewrites
 control/state.json, and asks each worker with leases for its next shard every `poll_s` while it waits for groups, or
-`flush_s`. Work adds the shards, which the trainer reads to plan and every rank to train, and a few records a step.
+`flush_s`, and less often the longer that worker has been quiet. Work adds the shards, which the trainer reads to plan
+and every rank to train, and a few records a step.
 All is rather too much than too little: a worker may have no lease, and groups that finish together share a shard.
 """
 
@@ -54,23 +55,32 @@ def worker(config: RunConfig) -> Requests:
     return Requests(put=HOUR_S / config.rollout.heartbeat_s, get=HOUR_S / config.rollout.poll_s, list=0)
 
 
-def trainer(config: RunConfig, workers: int, waiting: float) -> Requests:
-    """Of the trainer, in an hour, for its polling; `waiting` is the share of the time in which it waits for groups."""
+def trainer(config: RunConfig, workers: int, waiting: float, quiet_s: float) -> Requests:
+    """Of the trainer, in an hour, for its polling; `waiting` is the share of the time in which it waits for groups,
+    `quiet_s` the time between two grants or shards of a worker."""
     rollout, beats = config.rollout, HOUR_S / config.rollout.heartbeat_s
-    looks = HOUR_S * (waiting / rollout.poll_s + (1 - waiting) / rollout.flush_s)
+    shares = ((waiting, rollout.poll_s), (1 - waiting, rollout.flush_s))
+    looks = sum(share * polling.looks(quiet_s, period_s, rollout.heartbeat_s) for share, period_s in shares)
+    looks *= HOUR_S / quiet_s
     return Requests(put=beats, get=workers * (beats + looks), list=beats * max(1, math.ceil(workers / LISTED)))
 
 
 def step(config: RunConfig, workers: int, step_s: float, ranks: int) -> Requests:
     """Of the work of one step: its shards, each written once and read to be planned and by every rank, and records."""
+    written = shards(config, workers, step_s)
+    return Requests(put=written + RECORDS, get=written * (1 + ranks), list=0)
+
+
+def shards(config: RunConfig, workers: int, step_s: float) -> float:
+    """Of one step."""
     groups, rollout = config.algorithm.prompts_per_step, config.rollout
     flushes = workers * max(1.0, step_s / rollout.flush_s)
-    shards = max(math.ceil(groups / rollout.shard_groups), min(groups, flushes))
-    return Requests(put=shards + RECORDS, get=shards * (1 + ranks), list=0)
+    return max(math.ceil(groups / rollout.shard_groups), min(groups, flushes))
 
 
 def per_million_rollouts(config: RunConfig, workers: int, ranks: int, step_s: float, waiting: float) -> Requests:
     """Of all processes, for a million trained samples."""
     steps = 1e6 / (config.algorithm.prompts_per_step * config.algorithm.group_size)
-    asked = worker(config).times(workers).plus(trainer(config, workers, waiting))
+    quiet_s = step_s / (1 + shards(config, workers, step_s) / max(1, workers))
+    asked = worker(config).times(workers).plus(trainer(config, workers, waiting, quiet_s))
     return asked.times(steps * step_s / HOUR_S).plus(step(config, workers, step_s, ranks).times(steps))
