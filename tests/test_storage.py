@@ -447,11 +447,24 @@ async def test_actors_of_a_simulation_share_objects_but_not_faults(clock):
 
 
 @pytest.mark.parametrize(
-    "uri", ["", "runs/here", "file://runs/here", "gs://bucket/x", "s3://", "s3://b/../c", "s3:///x", "memory://"]
+    "uri",
+    ["", "runs/here", "file://runs/here", "gs://bucket/x", "s3://", "s3://b/../c", "s3:///x", "memory://", "file:///"],
 )
 def test_a_store_uri_that_is_none_is_refused_by_name(uri):
-    with pytest.raises(ValueError, match=r"neither s3://bucket/prefix nor file:///folder|is no key of a store"):
+    remedies = r"neither s3://bucket/prefix nor file:///folder|is no key of a store|names no bucket: write s3://bucket/"
+    with pytest.raises(ValueError, match=rf"^store {re.escape(repr(uri))}:? ?(is )?.*({remedies})"):
         open_storage(uri)
+
+
+async def test_a_first_fault_that_was_slow_is_told_at_once(clock, caplog):
+    class Silent(Script):
+        async def before(self, operation, key):
+            if not caplog.records:
+                clock.time += 30.0
+                raise Transient("no answer within 30s")
+
+    await MemoryStorage(clock, Silent()).get("log/0")
+    assert [record.getMessage() for record in caplog.records] == ["no answer within 30s; trying again for 90 s"]
 
 
 async def test_memory_uris_name_one_store_per_process():

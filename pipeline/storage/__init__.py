@@ -72,10 +72,15 @@ def open_storage(
         from pipeline.storage.s3 import S3Bucket
 
         bucket, _, prefix = rest.partition("/")
-        confined(f"{bucket}/{prefix}".rstrip("/"))
+        if not bucket:
+            raise ValueError(f"store {uri!r} names no bucket: write s3://bucket/prefix")
+        try:
+            confined(f"{bucket}/{prefix}".rstrip("/"))
+        except ValueError as error:
+            raise ValueError(f"store {uri!r}: {error}") from None
         return Storage(S3Bucket(bucket, prefix.rstrip("/"), endpoint, region), clock)
     folder = urllib.parse.unquote(rest) if scheme == "file" else uri
-    if folder.startswith("/") and (scheme == "file" or not separator):
+    if folder.startswith("/") and folder.strip("/") and (scheme == "file" or not separator):
         return Storage(LocalBucket(folder, read_only), clock)
     if scheme == "memory" and rest:
         return Storage(MemoryBucket.named(rest, clock or SystemClock()), clock)

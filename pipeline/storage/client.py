@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
+SLOW_S = 5.0
+"""A call that has failed for so long has not failed by chance."""
 PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 4
 
@@ -43,7 +45,7 @@ class Storage:
     the object: one's own nonce is one's own first try, whose response was lost; an object that meets the
     condition after all means that a rival was still writing (S3's 409), so it is tried again; else Conflict.
     A fault of transport is tried again with full jitter until `deadline_s` is over, then raised as Unavailable; the
-    second one in a row is logged, so that nobody waits without knowing for what.
+    second one in a row is logged, or a first one that was slow, so that nobody waits without knowing for what.
     All calls raise ValueError for a key that is not confined to the root.
     """
 
@@ -181,13 +183,14 @@ class Storage:
                 self._failing = False
                 return answer
             except Transient as fault:
-                if self.clock.monotonic() - started >= self.deadline_s:
+                passed = self.clock.monotonic() - started
+                if passed >= self.deadline_s:
                     raise Unavailable(
                         f"{operation} {self.bucket.name}/{key} failed for {self.deadline_s:.0f} s: {fault}"
                     ) from None
-                if pause > FIRST_PAUSE_S and not self._failing:
+                if not self._failing and (pause > FIRST_PAUSE_S or passed > SLOW_S):
                     self._failing = True
-                    log.warning("%s; trying again for %.0f s", fault, self.deadline_s)
+                    log.warning("%s; trying again for %.0f s", fault, self.deadline_s - passed)
             await self.clock.sleep(pause * self._randomness.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
