@@ -584,6 +584,20 @@ def test_a_dry_run_names_what_could_go_and_deletes_nothing(run, capsys):
     assert keys(run) == before
 
 
+def test_a_dry_run_names_what_killed_writers_have_left_beside_the_objects_and_gc_removes_it(run, tmp_path, capsys):
+    left = [tmp_path / "store/default/sums/r1/.miles/temporary" / name for name in ("old", "new")]
+    for file in left:
+        file.write_bytes(b"cut off")
+    os.utime(left[0], (0, 0))
+    assert command.main(["gc", "--dry-run", run]) == 0
+    said = capsys.readouterr().out
+    assert "temporary files of processes that were killed" in said
+    assert ".miles/temporary/old" in said
+    assert ".miles/temporary/new" not in said
+    assert command.main(["gc", run]) == 0
+    assert [file.exists() for file in left] == [False, True]
+
+
 def test_what_a_run_that_is_over_needs_no_more_is_deleted(run, capsys):
     before = keys(run)
     assert command.main(["gc", run]) == 0

@@ -92,6 +92,10 @@ class LocalBucket:
 
         return await self._call(count)
 
+    async def abandoned(self) -> tuple[ObjectInfo, ...]:
+        """Temporary files of writers that were killed; whoever opens the folder to write removes them."""
+        return await self._call(lambda: tuple(self._stale()))
+
     async def _call(self, call: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         """Run file-system work on a thread, its faults told apart."""
         try:
@@ -239,11 +243,20 @@ class LocalBucket:
 
     def _sweep(self) -> None:
         """Remove what killed writers have left behind."""
+        for info in self._stale():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.root, info.key))
+
+    def _stale(self) -> Iterator[ObjectInfo]:
+        if not os.path.isdir(self._temporary):
+            return
         with os.scandir(self._temporary) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
-                    if entry.stat().st_mtime < time.time() - STALE_S:
-                        os.unlink(entry.path)
+                    found = entry.stat()
+                    if found.st_mtime < time.time() - STALE_S:
+                        key = os.path.relpath(entry.path, self.root)
+                        yield ObjectInfo(key, found.st_size, _etag(found), found.st_mtime)
 
 
 def _unless_gone(error: OSError) -> None:

@@ -30,6 +30,10 @@ PLACE = "s3://BUCKET/PREFIX, file:///FOLDER, or a folder; of a run's folder (run
 KEY = re.compile(rf"^[A-Z]+ (?=\w+://)|/{FOLDER}/[0-9a-f]{{16}}/[0-9a-z/]+")
 """What tells apart the messages of two checks that fail for one reason."""
 LOG = re.compile(r"((?:.+/)?)trainer/log/\d{20}\.json")
+PARTS = (
+    "parts of uploads that were cut off cannot be seen from here: let the bucket abort incomplete multipart uploads "
+    "after a day (a lifecycle rule)"
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -199,6 +203,10 @@ async def gc_(options: Any) -> int:
     storage, config, uri = await source.open_run(options.uri, read_only=options.dry_run)
     retention = options.retention or config.store.retention
     removals = await garbage.find(storage, config, retention)
+    if options.dry_run:
+        removals += await garbage.abandoned(storage)
+    if uri.startswith("s3://"):
+        print(f"miles store gc: {PARTS}", file=sys.stderr)
     for why, part in garbage.by_reason(removals).items():
         print(_line(part, why))
         if options.dry_run:

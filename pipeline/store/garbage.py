@@ -28,7 +28,7 @@ from pipeline.report import history
 from pipeline.resume import State, expired
 from pipeline.roster import GONE_AFTER
 from pipeline.scoreboard import score
-from pipeline.storage import Corrupted, ObjectInfo, Storage
+from pipeline.storage import Corrupted, LocalBucket, ObjectInfo, Storage
 from pipeline.storage.check import FOLDER as PROBE
 from pipeline.trainer_log import Record
 from pipeline.versions import Version
@@ -172,6 +172,12 @@ async def find(storage: Storage, config: RunConfig, retention: str) -> list[Remo
         below = min(checkpoints[version].position for version in facts.kept)
         facts = dataclasses.replace(facts, records=tuple(await trainer_log.records(storage, below)))
     return plan(objects, facts)
+
+
+async def abandoned(storage: Storage) -> list[Removal]:
+    """What a folder holds beside its objects; to open it in order to delete has removed that already."""
+    found = await storage.bucket.abandoned() if isinstance(storage.bucket, LocalBucket) else ()
+    return _all(found, "temporary files of processes that were killed")
 
 
 async def remove(storage: Storage, removals: list[Removal]) -> None:
