@@ -41,7 +41,7 @@ def judge(plane):
 
 def job(text=MINIMAL, **changes):
     """The job in `text` with fields below spec set anew: a__b=1 sets spec.a.b, None removes it."""
-    value = yaml.safe_load(text)
+    value = yaml.load(text, yaml.CSafeLoader)
     for path, item in changes.items():
         *above, last = path.split("__")
         place = value["spec"]

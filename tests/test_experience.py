@@ -8,7 +8,6 @@ import re
 import time
 
 import numpy as np
-import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -219,6 +218,8 @@ def test_ragged_views_share_the_tables_memory_and_follow_a_slice():
 
 
 def test_pandas_reads_a_shard_as_an_ordinary_table(tmp_path):
+    import pandas
+
     (tmp_path / "0.parquet").write_bytes(encode([group()]))
     frame = pandas.read_parquet(tmp_path / "0.parquet")
     assert frame["completion_ids"].tolist()[0].tolist() == [7, 2]

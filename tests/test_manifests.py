@@ -22,7 +22,7 @@ KUSTOMIZATIONS = [path for path in FILES if path.name == "kustomization.yaml"]
 
 
 def documents(path: pathlib.Path) -> list[dict]:
-    return list(yaml.safe_load_all(path.read_text()))
+    return list(yaml.load_all(path.read_text(), yaml.CSafeLoader))
 
 
 def named(file: str, kind: str, name: str | None = None) -> dict:
