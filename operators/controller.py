@@ -28,12 +28,12 @@ from operators.watch import KINDS, RETRY_S, follow
 
 ECHO_S = 0.2
 """Changes of children and of status are gathered for so long; a new or edited job is looked at at once."""
+SPACING_S = 1.0
+"""From the end of a look at a job to the next that nothing but such changes asks for, at least."""
 LOOKS = 24
 """Jobs that are planned and acted for at once, in the order in which they came. Of more that come in a burst all would
 have their first children early and their last one late. Those at which nothing has changed do not count: they may each
 wait for a trainer that does not answer."""
-SPACING_S = 1.0
-"""From the end of a look at a job to the next that nothing but such changes asks for, at least."""
 PASS_LIMIT_S = 60.0
 CHECK_S = 60.0
 """Between two comparisons of what the watch of RLJobs told with what there is."""
