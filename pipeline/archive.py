@@ -208,10 +208,6 @@ class Archive(Dispatcher):
     def describe(self, step: int, choice: Choice) -> str:
         return f"more groups: {choice.ready} of {self.algorithm.prompts_per_step} ready, from {self.source.bucket.name}"
 
-    def shards_planned(self) -> dict[str, range]:
-        """None: they are the other run's, and no writer of this one is to be named for them."""
-        return {}
-
     def grant(self, version: Version) -> None:
         """There is nobody to grant anything to."""
 

@@ -146,16 +146,6 @@ class Coordinator:
             for index, minimum in entry.leases.items():
                 if not self.ledger.taken(index) and entry.final is None:
                     self.ledger.lease(index, Lease(ulid, minimum, self.roster.elapsed))
-        self._name_planned()
-
-    def _name_planned(self) -> None:
-        """The shards that logged plans ask for count, whatever became of their writers: each may have come after the
-        checkpoint, been forgotten since, been met again as one that nobody knew, or control/state.json is lost. Else
-        they would pass for read in the next checkpoints, and be collected before they are trained again."""
-        for ulid, shards in self.dispatcher.shards_planned().items():
-            known = self.roster.writers.get(ulid, Known(ulid, "", final=0))
-            if known.final is not None and known.final < shards.stop:
-                self.roster.writers[ulid] = Known(ulid, known.instance, shards.start, shards.stop, shards.stop)
 
     def state(self) -> dict[str, Any]:
         """What the checkpoint of the last finished step must keep for `take_over`; JSON."""

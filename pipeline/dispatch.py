@@ -119,10 +119,6 @@ class Dispatcher:
         """Why groups have been dropped since the last plan, in words that stay the same; None: nothing is known."""
         return "; ".join(self._cause(reason) for reason in self.why) or None
 
-    def shards_planned(self) -> dict[str, range]:
-        """By writer: those that logged plans ask for, and that must count for it (see `Coordinator`)."""
-        return self.ledger.shards_planned()
-
     # Granting
 
     def grant(self, version: Version) -> None:

@@ -170,15 +170,6 @@ class Ledger:
         self.plans = {number: plan for number, plan in self.plans.items() if number > step}
         self.planned = {index: number for index, number in self.planned.items() if number > step}
 
-    def shards_planned(self) -> dict[str, range]:
-        """By writer: from the first to the last of its shards that plans not published yet ask for."""
-        places: dict[str, list[int]] = {}
-        for plan in self.plans.values():
-            for group in plan.groups:
-                writer, sequence = shard_place(group.key)
-                places.setdefault(writer, []).append(sequence)
-        return {writer: range(min(found), max(found) + 1) for writer, found in places.items()}
-
     def cursors(self, read: Mapping[str, int]) -> dict[str, int]:
         """By writer: the first of its shards that is still needed, for groups not planned or not trained yet; the one
         up to which it has been `read`, if none is."""

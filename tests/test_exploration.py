@@ -1,10 +1,7 @@
 """Small worlds in which every order of events is tried; larger ones: python -m tests.exploration --help."""
 
-from unittest import mock
-
 import pytest
 
-from pipeline.leases import Ledger
 from tests import mutations
 from tests.exploration import Broken, Size, explore
 
@@ -33,10 +30,3 @@ def test_in_every_order_of_events_the_invariants_hold_and_the_run_can_still_be_f
 def test_the_exploration_catches_a_planted_bug(name: str):
     with mutations.MUTATIONS[name].planted(), pytest.raises(Broken):
         explore(SMALL, most=100_000)
-
-
-@pytest.mark.slow
-def test_the_exploration_catches_a_writer_that_only_the_log_tells_of_and_that_is_not_named():
-    world = Size(writers=1, steps=2, staleness=0, crashes=1, revocations=0, losses=1)
-    with mock.patch.object(Ledger, "shards_planned", return_value={}), pytest.raises(Broken, match="is doomed"):
-        explore(world, most=100_000)
