@@ -175,9 +175,10 @@ async def _save(config: RunConfig, storage: Storage, coordinator: Coordinator, t
     keys = sorted(info.key for info in await storage.list("checkpoints") if info.key <= key)
     for old in keys[:-KEPT]:
         await storage.delete(old)
-    oldest = await storage.get(keys[-KEPT:][0]) if keys else None
-    if oldest is not None and config.store.retention == "window":
-        await coordinator.collect(json.loads(oldest.data)["coordinator"])
+    kept = [await storage.get(each) for each in keys[-KEPT:]]
+    states = [json.loads(found.data)["coordinator"] for found in kept if found]
+    if states and len(states) == len(kept) and config.store.retention == "window":
+        await coordinator.collect(states)
 
 
 async def _newest_checkpoint(storage: Storage) -> dict[str, Any] | None:
