@@ -29,6 +29,8 @@ from tests.test_spec import MINIMAL
 NAME = "arithmetic"
 TOTAL_STEPS = 6
 LOST_FOR_S = 400.0
+JOB_UID = "batch.kubernetes.io/controller-uid"
+"""Label of a Job's pods in a real cluster, which they keep when they are orphaned."""
 PLATFORM = Platform()
 CHILD_KINDS = ("ConfigMap", "Deployment", "Job", "NetworkPolicy", "PodDisruptionBudget", "Service")
 
@@ -387,7 +389,8 @@ class World:
                 and not _ended(pod)
                 and pod["metadata"]["uid"] not in self.lost
             ):
-                maker = self.makers.setdefault(pod["metadata"]["uid"], controller(pod) or "unknown")
+                job = controller(pod) or labels.get(JOB_UID, "unknown")  # orphaned before it was first seen
+                maker = self.makers.setdefault(pod["metadata"]["uid"], job)
                 at_work[labels["miles.dev/job-uid"]].add(maker)
         for owners in at_work.values():
             assert len(owners) <= 1, f"two attempts at once: {owners}"
